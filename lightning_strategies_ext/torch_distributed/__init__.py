@@ -1,1 +1,1 @@
-"""One engine: torch.distributed, its process group, gradients through DDP, its collectives."""
+"""The engine torch.distributed: process group, gradient exchange through DDP, and collectives."""

@@ -1,13 +1,14 @@
-"""The size of DDP's buckets by trial: a training tries several in turn, for some steps each, and keeps the fastest.
+"""Search for DDP's bucket size during training: each size is used for some steps, and the fastest is kept.
 
-DDP exchanges gradients by the bucket while the backward pass computes the next. Small buckets begin early and pay a
-latency each; large ones are fewer, and the last of them is waited for. Which is best depends on the model, the network
-and the backend, so it is measured where it matters: in backward passes that exchange, on all ranks. Each size has two
-turns, so that a machine which becomes slower meanwhile does not decide.
+DDP exchanges gradients in buckets while the backward pass computes further gradients. The exchange of small buckets
+begins early, but each bucket adds a latency. Large buckets are fewer, but the backward pass ends with a wait for the
+last one. The best size depends on the model, the network, and the backend, so it is measured in the training itself: in
+backward passes that exchange gradients, on all ranks. Each size has two turns, so that a machine that slows down
+meanwhile does not decide the result.
 
-Ranks count the steps with such passes, and so change together without a word; in the end they average their times, in
-one all-reduce. A size changes no gradient but, with three or more ranks, in the rounding of its last bit:
-backends add up parts of a bucket in different orders.
+All ranks count the steps with such passes, and so change sizes together without communication. At the end they average
+their times, in one all-reduce. A size does not change gradients except, with three or more ranks, the rounding of their
+last bit: backends add the parts of a bucket in different orders.
 """
 
 import time
@@ -22,27 +23,29 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 from lightning_strategies_ext.torch_distributed.wrapping import ONCE_ONLY
 
-#: What is asked for by name.
+#: Value of ``bucket_cap_mb`` that requests the search.
 AUTO = "auto"
-#: Sizes that are tried beside DDP's own, in mebibytes; the largest that makes a difference is one bucket for all.
+#: Sizes that are tried in addition to DDP's own, in mebibytes. Sizes above the first that fits all gradients into one
+#: bucket are not tried.
 SIZES_MB = (1.0, 4.0, 16.0, 64.0, 256.0)
 NUM_TURNS = 2
-#: Of each turn: passes that are not measured, in which DDP puts its buckets in order, and those that are.
+#: Number of passes of each turn that are not measured, in which DDP arranges its buckets, and number of measured
+#: passes.
 NUM_SETTLING = 3
 NUM_MEASURED = 5
-#: How much faster than DDP's own a size must be to be chosen, as a share of the time.
+#: Fraction of the time by which a size must be faster than DDP's own size to be chosen.
 LEAST_GAIN = 0.03
 
 
 class BucketSearch:
-    """One training's. All ranks create theirs together, for the same model.
+    """Bucket-size search of one training. Collective: all ranks create it together, for the same model.
 
     Args:
-        num_bytes: Of all gradients that are exchanged.
-        device: Of the model. On a GPU, passes that are measured are waited for; no others.
+        num_bytes: Bytes of all gradients that are exchanged.
+        device: Device of the model. On a GPU, the search synchronizes the passes that it measures, and no others.
 
     Attributes:
-        caps: The sizes that are tried, in mebibytes; None for DDP's own. With a single one there is nothing to try.
+        caps: Sizes to try, in mebibytes; None for DDP's own size. If it has a single size, there is nothing to try.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -57,7 +60,7 @@ class BucketSearch:
 
     @property
     def cap(self) -> float | None:
-        """The size whose turn it is; DDP's own when all is over."""
+        """Size of the current turn, in mebibytes; None for DDP's own size, and when the search is over."""
         return self._turns[0] if self._turns else None
 
     @property
@@ -67,18 +70,18 @@ class BucketSearch:
 
     @property
     def num_steps_left(self) -> int:
-        """Steps with an exchange that are still needed."""
+        """Number of steps with an exchange that the search still needs."""
         return len(self._turns) * (NUM_SETTLING + NUM_MEASURED) - self._num_steps
 
     def begin_pass(self) -> None:
-        """Called before a backward pass."""
+        """Starts to measure a backward pass. Called before the pass."""
         self._begin = self._now()
 
     def end_pass(self, has_exchanged: bool) -> None:
-        """Called after a backward pass.
+        """Adds the time of a backward pass to its step. Called after the pass.
 
         Args:
-            has_exchanged: Whether gradients were exchanged in it.
+            has_exchanged: Whether gradients were exchanged in the pass.
         """
         if has_exchanged and self._begin is not None:
             self._of_step += self._now() - self._begin
@@ -86,10 +89,10 @@ class BucketSearch:
         self._begin = None
 
     def end_step(self) -> bool:
-        """Called between two steps, of which the first may have had several backward passes, or none.
+        """Ends a step, which may have had several backward passes, or none. Called between two steps.
 
         Returns:
-            Whether a turn is over, and another size is to be had from the next step on.
+            Whether a turn is over, so that the next step needs another size.
         """
         if not self._has_exchanged:
             return False
@@ -104,10 +107,10 @@ class BucketSearch:
         return True
 
     def choose(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> "BucketChoice":
-        """What was found out; called by all ranks together when it is over.
+        """Returns the result when the search is over. Collective: all ranks call it.
 
         Args:
-            mean_over_ranks: Averages a float64 tensor of shape ``(number of sizes,)`` over all ranks.
+            mean_over_ranks: Callable that averages a float64 tensor of shape ``(number of sizes,)`` over all ranks.
         """
         times = torch.tensor([median(self._seconds[cap]) for cap in self.caps], dtype=torch.float64)
         return BucketChoice(dict(zip(self.caps, mean_over_ranks(times.to(self._device)).tolist(), strict=True)))
@@ -123,14 +126,14 @@ class BucketSearch:
 
 
 class BucketChoice:
-    """The size that was chosen.
+    """Result of a bucket-size search.
 
     Args:
-        seconds: Of a backward pass, by size in mebibytes; None for DDP's own.
+        seconds: Seconds of a backward pass, by size in mebibytes; None for DDP's own size.
 
     Attributes:
-        seconds: See above.
-        cap: The fastest, in mebibytes; None for DDP's own, unless another is faster by :data:`LEAST_GAIN`.
+        seconds: Seconds of a backward pass, by size in mebibytes; None for DDP's own size.
+        cap: Fastest size, in mebibytes; None for DDP's own size, unless another size is faster by :data:`LEAST_GAIN`.
     """
 
     def __init__(self, seconds: Mapping[float | None, float]) -> None:
@@ -149,10 +152,10 @@ class BucketChoice:
 
 
 def caps_for(num_bytes: int) -> Sequence[float | None]:
-    """The sizes that make a difference, DDP's own first; only that one if all gradients are one bucket of each.
+    """Returns the sizes that make a difference, DDP's own first; only DDP's own if one bucket always suffices.
 
     Args:
-        num_bytes: Of all gradients that are exchanged.
+        num_bytes: Bytes of all gradients that are exchanged.
     """
     smaller = [size for size in SIZES_MB if size * 2**20 < num_bytes]
     whole = [size for size in SIZES_MB if size * 2**20 >= num_bytes][:1]
@@ -160,24 +163,24 @@ def caps_for(num_bytes: int) -> Sequence[float | None]:
 
 
 def in_words(cap: float | None) -> str:
-    """A size, for people."""
+    """Returns the text for a size in messages."""
     return "DDP's own sizes (25 MiB, the first 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Of all gradients that a model in DDP exchanges in a step."""
+    """Returns the bytes of all gradients that a model in DDP exchanges in a step."""
     return sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
 def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Refuses to try sizes of buckets where that cannot be right, or could not be seen.
+    """Checks that no argument prevents a search or hides its result.
 
     Args:
         ddp_kwargs: Arguments of DistributedDataParallel.
-        others: Arguments that would have to be left out, with their values, if they were given.
+        others: Other arguments that prevent a search, with their values; None for arguments that are not set.
 
     Raises:
-        ValueError: If one was given.
+        ValueError: If such an argument is set.
     """
     given = {**others, **{name: ddp_kwargs.get(name) for name in ONCE_ONLY}}
     for name, value in given.items():

@@ -1,6 +1,6 @@
 """Collectives over torch.distributed.
 
-Torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` finds tensors of different shapes in all of them.
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes torch detect tensors of different shapes in all of these collectives.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,34 +25,37 @@ _OPS = {
 }
 
 
-# torch 2.13 deprecates the name that older versions have.
+# torch 2.13 deprecates the older name.
 _all_gather_single: Callable[..., Any] = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
 
 
 class TorchCollectives(Collectives):
-    """The collectives of one rank of a torch.distributed process group.
+    """Collectives of one rank of a torch.distributed process group.
 
     Args:
-        device: Gives the device of this rank; asked when an operation must create a tensor of its own.
+        device: Callable that returns the device of this rank; called when an operation must create a tensor.
     """
 
     more_reduce_ops = {"band": "band", "bor": "bor", "bxor": "bxor"}  # noqa: RUF012
 
     def rank(self, group: Any = None) -> int | None:
-        """This rank's number in a process group; None if it is not in it, or there is none."""
+        """Returns this rank's number in a process group; None if it is not in the group, or there is no group."""
         if not process_group.is_initialized():
             return None
         rank = dist.get_rank(group)
         return None if rank < 0 else rank
 
     def world_size(self, group: Any = None) -> int:
-        """The number of ranks of a process group."""
+        """Returns the number of ranks of a process group."""
         return dist.get_world_size(group)
 
     def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Begins to add up a tensor over all ranks; torch.distributed tells operations apart by their order."""
+        """Starts to sum a tensor in place over all ranks; returns a callable that waits for the sum.
+
+        torch.distributed matches operations by their order and ignores ``name``.
+        """
         work = dist.all_reduce(tensor, async_op=True)
 
         def finish() -> None:
@@ -61,10 +64,10 @@ class TorchCollectives(Collectives):
         return finish
 
     def barrier(self, name: str | None = None) -> None:
-        """Returns when every rank has called it.
+        """Returns when all ranks have called it.
 
         Args:
-            name: Shown in the error if the barrier fails.
+            name: Name of the barrier in the error if it fails.
         """
         if not process_group.is_initialized():
             return
@@ -80,8 +83,8 @@ class TorchCollectives(Collectives):
         except RuntimeError as error:
             if "PrivateUse1HooksInterface" not in str(error):
                 raise
-            # torch looks for an accelerator first. This fails if a plugin for other devices has renamed torch's
-            # backend for them and registered no hooks (torch 2.13). `item()` blocks until the reduction is complete.
+            # torch queries the accelerator first. This fails if a plugin for other devices has renamed torch's backend
+            # for them and registered no hooks (torch 2.13). `item()` blocks until the reduction is complete.
             reduced = torch.zeros(1, device=self._device())
             dist.all_reduce(reduced)
             reduced.item()
@@ -90,7 +93,7 @@ class TorchCollectives(Collectives):
         try:
             if op != "mean":
                 dist.all_reduce(tensor, op=_OPS[op], group=group)
-            elif dist.get_backend(group) == "nccl":  # only NCCL averages by itself
+            elif dist.get_backend(group) == "nccl":  # of torch's backends, only NCCL has AVG
                 dist.all_reduce(tensor, op=ReduceOp.AVG, group=group)
             else:
                 dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
@@ -116,13 +119,13 @@ class TorchCollectives(Collectives):
             output.copy_(gathered)
 
     def _moved(self, tensor: Tensor, group: Any) -> Tensor | None:
-        """Copies a tensor of the host, for which a collective has raised, to the device of this rank.
+        """Copies a host tensor, for which a collective has raised, to the device of this rank.
 
-        torch raises before anything is sent if a group, such as one of NCCL, has no backend for the host's tensors.
-        This is found out afterwards, which costs nothing where there is one.
+        torch raises before it sends anything if a group, such as a group of NCCL, has no backend for host tensors. A
+        check after the error costs nothing in groups that have one.
 
         Returns:
-            None if the collective has raised for another reason.
+            The copy; None if the collective has raised for another reason.
         """
         ranks: Any = group or dist.group.WORLD
         device = self._device()
@@ -131,7 +134,7 @@ class TorchCollectives(Collectives):
         return tensor.to(device)
 
     def _check_sizes(self, tensor: Tensor, group: Any) -> None:
-        # gloo ends the process if sizes differ, and returns at once on a rank whose tensor is empty.
+        # gloo aborts the process if sizes differ, and returns at once on a rank whose tensor is empty.
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
         _all_gather_single(sizes, torch.tensor([tensor.numel()]), group=group)
         if (sizes != tensor.numel()).any():
@@ -142,7 +145,7 @@ class TorchCollectives(Collectives):
             )
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
-        """As bytes, since each backend lacks some dtype; those of the host over NCCL by way of the device."""
+        """Broadcasts tensors as bytes: each backend lacks some dtype. NCCL sends host tensors through the device."""
         works = []
         for tensor in tensors:
             sent = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -152,7 +155,7 @@ class TorchCollectives(Collectives):
             if sent.data_ptr() == tensor.data_ptr():
                 works.append(work)
                 continue
-            work.wait()  # before the next, since there may be no room for all
+            work.wait()  # before the next tensor, because the copies may not fit into memory together
             if dist.get_rank() != src:
                 tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
         for work in works:

@@ -1,16 +1,16 @@
-"""The gradients of a model in DDP, exchanged over ``shm`` without DDP's reducer.
+"""Exchange of the gradients of a model in DDP over ``shm``, without DDP's reducer.
 
 DDP's reducer copies each gradient into a bucket, calls the process group from C++, and waits for a Python future. That
 takes longer than an all-reduce over ``shm`` itself. :class:`DirectExchange` hooks into the same nodes of autograd as
-the reducer and all-reduces the gradients itself: large ones as soon as they are computed, small ones together, as one
-tensor, at the end of the backward pass. The mean of a large gradient is written to memory that the ranks share, which
-becomes the gradient, as the memory of a bucket does with the reducer. The model remains an instance of
-DistributedDataParallel, and its reducer remains ready for steps that need it.
+the reducer and all-reduces the gradients itself: large gradients as soon as they are computed, small gradients
+together, as one tensor, at the end of the backward pass. The mean of a large gradient is written to memory that the
+ranks share, which becomes the gradient, as the memory of a bucket does with the reducer. The model remains an instance
+of DistributedDataParallel, and its reducer remains ready for steps that need it.
 
-What a training script can observe is the same as with the reducer: which passes exchange gradients, when gradients are
-averaged, which errors are raised and where, and with two ranks every bit of the result.
+A training script observes the same as with the reducer: which passes exchange gradients, when gradients are averaged,
+which errors are raised and where, and with two ranks every bit of the result.
 """
-# Private names of DistributedDataParallel are those of torch 2.5 to 2.13. Its stubs leave methods without types.
+# Private names of DistributedDataParallel: torch 2.5 to 2.13. Its stubs leave methods without types.
 # mypy: disable-error-code="no-untyped-call"
 
 import logging
@@ -36,24 +36,25 @@ from lightning_strategies_ext.shm.tensors import is_plain
 
 log = logging.getLogger(__name__)
 
-#: A gradient of this size, in bytes, is exchanged by itself; smaller ones are copied into one tensor.
+#: Bytes from which a gradient is exchanged by itself; smaller gradients are copied into one tensor.
 LARGE_NUM_BYTES: Final = 64 * 1024
-#: The size of that tensor, in bytes, at most. More small gradients than that are exchanged by several all-reduces.
+#: Maximum bytes of that tensor. Further small gradients are exchanged by further all-reduces.
 _PACK_NUM_BYTES: Final = 1024 * 1024
-#: Of gradients in shared memory, in bytes: a line of a core's cache.
+#: Alignment of gradients in shared memory, in bytes: a line of a core's cache.
 _ALIGNMENT: Final = 64
-#: Whether an operation returns when it has ended, if its options say so: from torch 2.8 on.
+#: Whether an option makes operations return only after their completion: from torch 2.8 on.
 _WAITS_WITHIN: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 
 class _Started(NamedTuple):
-    """The all-reduce of a large gradient.
+    """All-reduce of a large gradient that was started.
 
     Attributes:
-        work: Its handle.
-        parameter: Whose gradient it is.
-        result: The mean, once the work has ended.
-        copied_to: The gradient, if it keeps its memory; None if the result becomes the gradient.
+        work: Handle of the all-reduce.
+        parameter: Parameter of the gradient.
+        result: Tensor that has the mean once the work has completed.
+        copied_to: Gradient that receives a copy of the mean, if it keeps its memory; None if the result becomes the
+            gradient.
     """
 
     work: Any
@@ -75,9 +76,9 @@ class _Pack:
     """Small gradients that are exchanged as one tensor.
 
     Attributes:
-        parameters: Whose gradients they are.
-        tensor: Its memory, which is used in each step; None if each step takes new memory.
-        gradients: The gradients in it, with the strides of the parameters.
+        parameters: Parameters of the gradients.
+        tensor: Tensor for the gradients, which is used in each step; None if each step allocates a tensor.
+        gradients: Views of the tensor for the gradients, with the strides of the parameters.
     """
 
     parameters: list[Tensor]
@@ -90,12 +91,12 @@ class _Pack:
         return cls(parameters, tensor, gradients) if keeps_memory else cls(parameters, None, [])
 
     def filled(self) -> tuple[Tensor, list[Tensor]]:
-        """Returns a tensor with the gradients of this pass, and its parts."""
+        """Returns a tensor with the gradients of this pass, and its view for each gradient."""
         tensor, parts = (self.tensor, self.gradients) if self.tensor is not None else _new_pack(self.parameters)
         gradients: list[Any] = [parameter.grad for parameter in self.parameters]
         try:
             torch._foreach_copy_(parts, gradients)
-        except TypeError:  # this rank has computed no gradient of one parameter
+        except TypeError:  # this rank has not computed the gradient of a parameter
             torch._foreach_copy_(parts, [*map(gradient_of, self.parameters)])
         return tensor, parts
 
@@ -104,13 +105,13 @@ class DirectExchange:
     """Exchanges the gradients of a model in DDP in place of its reducer.
 
     Args:
-        model: In DDP.
-        group: The ranks.
+        model: Model in DDP.
+        group: Process group of the ranks.
 
     Attributes:
         takes_times: Whether the times of exchanges are recorded.
-        times: When the last recorded exchange began, when only the exchange was left, and when it ended, as
-            ``time.time_ns()`` counts; None if none was recorded.
+        times: Times at which the last recorded exchange began, at which only the exchange was left, and at which it
+            ended, as ``time.time_ns()`` counts; None if none was recorded.
     """
 
     def __init__(self, model: DistributedDataParallel, group: ShmProcessGroup) -> None:
@@ -123,7 +124,7 @@ class DirectExchange:
         self._options_of_large = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=True)
         keeps_memory = bool(model.gradient_as_bucket_view)
         self._is_large = [parameter.nbytes >= LARGE_NUM_BYTES for parameter in self._parameters]
-        # Until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
+        # The order until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
         self._large = [index for index in reversed(range(len(self._parameters))) if self._is_large[index]]
         self._is_order_known = len(self._large) < 2
         self._copies = self._share_copies() if self._large and keeps_memory else {}
@@ -132,7 +133,7 @@ class DirectExchange:
         small = [each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES]
         self._packs = [_Pack.of(parameters, keeps_memory) for parameters in _packed(small)]
         self._reset()
-        # The reducer owns these nodes, and so the hooks exist as long as the reducer does.
+        # The reducer owns these nodes, so the hooks exist as long as the reducer.
         self._handles = [
             get_gradient_edge(parameter).node.register_hook(partial(self._gradient_is_ready, index))
             for index, parameter in enumerate(self._parameters)
@@ -142,7 +143,7 @@ class DirectExchange:
         """Checks that the last backward pass has computed all gradients.
 
         Raises:
-            RuntimeError: If it has not: those that it has computed are not averaged.
+            RuntimeError: If a gradient is missing; then the computed gradients are not averaged.
         """
         if not 0 < self._num_left < len(self._parameters):
             return
@@ -154,16 +155,16 @@ class DirectExchange:
         )
 
     def expect_pass(self) -> None:
-        """Lets the next backward pass, or the one that has just begun, exchange gradients.
+        """Makes the next backward pass exchange gradients, or the current pass if it has just begun.
 
         Raises:
-            RuntimeError: See :meth:`check_last_pass`.
+            RuntimeError: If the last backward pass has not computed all gradients.
         """
         self.check_last_pass()
         self._is_expecting = True
 
     def close(self) -> None:
-        """Ends the exchange, even if a graph of autograd outlives the model. A second call does nothing."""
+        """Ends the exchange, even if an autograd graph outlives the model. A second call is a no-op."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -171,7 +172,7 @@ class DirectExchange:
     # --- backward pass ---
 
     def _gradient_is_ready(self, index: int, *_: Any) -> None:
-        """Called when the gradient of a parameter was accumulated."""
+        """Starts the exchange of a parameter's gradient, if possible. Called by autograd after it was accumulated."""
         if not self._is_expecting:
             return
         if self._are_ready[index]:
@@ -189,11 +190,11 @@ class DirectExchange:
         if self._num_left == 0:
             if self.takes_times:
                 self._ready_ns = time.time_ns()
-            # As late as the reducer: the gradient of a parameter may still be accumulated a second time.
+            # As late as in the reducer: a parameter's gradient may still be accumulated a second time.
             Variable._execution_engine.queue_callback(self._finish)
 
     def _exchange_large(self) -> None:
-        """Starts all-reduces in rank 0's order, as far as the gradients are computed."""
+        """Starts all-reduces in rank 0's order, up to the first gradient that is not computed yet."""
         large, are_ready = self._large, self._are_ready
         while self._num_started < len(large) and are_ready[large[self._num_started]]:
             begin_ns = time.time_ns() if self.takes_times else 0
@@ -241,7 +242,7 @@ class DirectExchange:
             work = self._group.allreduce([tensor], self._options)
             if not _WAITS_WITHIN:
                 work.wait()
-            # As with the reducer's buckets, other tensors in the memory of a gradient do not receive the average.
+            # As with the reducer's buckets, other tensors that share a gradient's memory do not receive the average.
             for parameter, mean in zip(pack.parameters, means, strict=True):
                 parameter.grad = mean
         for started in self._started:
@@ -256,7 +257,7 @@ class DirectExchange:
         self._begin_ns = self._ready_ns = self._held_up_ns = 0
 
     def _share_copies(self) -> dict[int, SharedCopies]:
-        """Shares memory for the means of large gradients; none if ``/dev/shm`` has no room on a rank."""
+        """Returns shared memory for the means of large gradients; empty if a rank's ``/dev/shm`` has no space."""
         parameters = {index: self._parameters[index] for index in sorted(self._large)}
         *begins, end = accumulate((aligned(each.nbytes) for each in parameters.values()), initial=0)
         try:
@@ -272,7 +273,7 @@ class DirectExchange:
         return copies
 
     def _follow_rank_zero(self) -> None:
-        """Takes over the order in which rank 0 has computed the large gradients; called by all ranks together."""
+        """Adopts the order in which rank 0 has computed the large gradients. Collective: all ranks call it."""
         order = torch.tensor(self._order)
         self._group.broadcast([order], dist.BroadcastOptions()).wait()
         self._large = order.tolist()
@@ -281,7 +282,7 @@ class DirectExchange:
 
 
 def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Divides parameters of small gradients into those that are exchanged together."""
+    """Divides parameters with small gradients into groups that are exchanged together."""
     together: list[list[Tensor]] = []
     num_bytes = 0
     for parameter in sorted(parameters, key=lambda each: str(each.dtype)):
@@ -294,10 +295,10 @@ def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _new_pack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Returns memory for the gradients of parameters, and the gradients in it."""
+    """Returns memory for the gradients of parameters, and its view for each gradient."""
     *begins, end = accumulate((each.numel() for each in parameters), initial=0)
     tensor = parameters[0].new_empty(end)
-    # `empty_like` has the strides of a parameter if its elements fill its memory, and those of the default otherwise.
+    # `empty_like` has the strides of a parameter if its elements fill its memory, else the default strides.
     strides = [torch.empty_like(each).stride() for each in parameters]
     with torch.no_grad():
         pairs = zip(parameters, strides, begins, strict=True)
@@ -305,12 +306,12 @@ def _new_pack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns a number of bytes, rounded up so that what follows begins with a line of a core's cache."""
+    """Returns a number of bytes, rounded up to a multiple of a line of a core's cache."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def all_reduce_options(op: Any, *, is_asynchronous: bool) -> dist.AllreduceOptions:
-    """Returns what a process group takes for an all-reduce. Before torch 2.8, the caller waits in any case."""
+    """Returns the options of an all-reduce. Before torch 2.8, the caller always waits."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     if _WAITS_WITHIN:
@@ -319,13 +320,13 @@ def all_reduce_options(op: Any, *, is_asynchronous: bool) -> dist.AllreduceOptio
 
 
 def exchanged_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Returns the parameters by name that DDP does not ignore, frozen ones included."""
+    """Returns the parameters that DDP does not ignore, by name, including frozen parameters."""
     ignored = model.parameters_to_ignore
     return {name: each for name, each in model.module.named_parameters() if name not in ignored}
 
 
 def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Returns the parameters by name whose gradients DDP exchanges."""
+    """Returns the parameters whose gradients DDP exchanges, by name."""
     return {name: each for name, each in exchanged_parameters(model).items() if each.requires_grad}
 
 

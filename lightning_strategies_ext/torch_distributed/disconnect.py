@@ -1,4 +1,4 @@
-"""How a rank lets go of others that wait for it within a collective."""
+"""Closes the connections of a rank, so that collectives between it and other ranks fail."""
 
 import os
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from lightning_strategies_ext.torch_distributed import process_group
 
 
 def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
-    """Closes this process's connections to other ranks, but for the key-value store's.
+    """Closes this process's connections to other ranks, except connections of the key-value store.
 
-    A rank inside a collective of gloo or shm wakes up with an error once a connection in it closes. NCCL is aborted, in
-    all groups, which wakes this rank. With ``"cpu:gloo,cuda:nccl"`` both is done. `destroy_process_group` does not
-    close gloo's connections: the model in DDP keeps the group, and traces keep the model (torch 2.13).
+    A rank inside a collective of gloo or shm receives an error when a connection in it closes. NCCL is aborted, in all
+    groups, so that this rank receives an error. With ``"cpu:gloo,cuda:nccl"``, both happen. `destroy_process_group`
+    does not close gloo's connections: the model in DDP keeps the group, and tracebacks keep the model (torch 2.13).
 
-    Those of the groups that this package has made are known, also where a rank is gone and what it has forked holds
-    them. Those of other groups are told by who is at their other end.
+    The connections of groups that this package has created are known, even if a rank has exited and processes that it
+    has forked hold them. The connections of other groups are identified by their remote ends.
 
     Args:
         peers: The other ranks.
-        by_host: Whether a connection to another host of theirs, whatever it is for, is one to them.
+        by_host: Whether every connection to another host of the peers counts as a connection to them.
     """
     process_group.abort()
     if not process_group.uses_gloo():
@@ -41,7 +41,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
                 theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
         elif by_host:
             hosts.update(peer.addresses)
-    # Ranks that share a store on a Unix socket may have another connection at this port.
+    # If the ranks share a store on a Unix socket, this port may belong to another connection.
     store_port = int(os.environ.get("MASTER_PORT", "0")) if rank_variables.store_name() is None else 0
 
     def is_meant(connection: Any) -> bool:

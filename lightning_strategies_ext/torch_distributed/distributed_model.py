@@ -1,8 +1,8 @@
-"""The model that DDP wraps, whose gradients and buffers may be exchanged over ``shm`` without DDP's C++ code.
+"""Model in DDP whose gradients and buffers may be exchanged over ``shm`` without DDP's C++ code.
 
 :func:`reason_against` decides whether gradients are exchanged directly (:mod:`.direct_exchange`) or by DDP's reducer.
 """
-# Private names of DistributedDataParallel are those of torch 2.5 to 2.13. Its stubs leave methods without types.
+# Private names of DistributedDataParallel: torch 2.5 to 2.13. Its stubs leave methods without types.
 # mypy: disable-error-code="no-untyped-call"
 
 import logging
@@ -36,10 +36,10 @@ _OF_REDUCER: Final = (
 
 
 class DistributedModel(DistributedDataParallel):
-    """A model in DDP whose gradients may be exchanged without DDP's reducer.
+    """Model in DDP whose gradients may be exchanged without DDP's reducer.
 
     Attributes:
-        direct_exchange: What exchanges them then; None if the reducer does.
+        direct_exchange: Exchange without the reducer; None if the reducer exchanges the gradients.
     """
 
     direct_exchange: DirectExchange | None = None
@@ -47,16 +47,16 @@ class DistributedModel(DistributedDataParallel):
 
     @property
     def is_exchanged_directly(self) -> bool:
-        """Whether the gradients are exchanged without the reducer now.
+        """Whether gradients are currently exchanged without the reducer.
 
-        They are not once a communication hook was registered, nor in DDP's ``join``.
+        False once a communication hook was registered, and in DDP's ``join``.
         """
         return self.direct_exchange is not None and not self._comm_hooks and not self._join_config.enable
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module as DDP's forward does, without the reducer's part if the reducer exchanges nothing."""
         exchange = self.direct_exchange
-        if not self._lazy_init_ran:  # which may register a communication hook
+        if not self._lazy_init_ran:  # may register a communication hook
             self._lazy_init()
         if exchange is None or self._comm_hooks or self._join_config.enable:
             return super().forward(*inputs, **kwargs)
@@ -65,14 +65,14 @@ class DistributedModel(DistributedDataParallel):
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         output = self.module(*inputs, **kwargs)
-        self.prepare_for_backward()  # Lightning's manual optimization has changed `require_backward_grad_sync` by now
+        self.prepare_for_backward()  # by now, Lightning's manual optimization has set `require_backward_grad_sync`
         return output
 
     def prepare_for_backward(self) -> None:
-        """Lets the next backward pass exchange gradients directly, unless it is run in ``no_sync``.
+        """Makes the next backward pass exchange gradients directly, unless it runs in ``no_sync``.
 
         Raises:
-            RuntimeError: If the backward pass before has not computed all gradients.
+            RuntimeError: If the previous backward pass has not computed all gradients.
         """
         assert self.direct_exchange is not None
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -80,11 +80,11 @@ class DistributedModel(DistributedDataParallel):
             self.direct_exchange.expect_pass()
 
     def exchange_directly(self, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool = False) -> None:
-        """Exchanges gradients without the reducer from now on, if possible. Otherwise an INFO message gives the reason.
+        """Exchanges gradients without the reducer from now on, if possible; otherwise logs the reason as INFO.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel that the user has set.
-            tries_buckets: Whether sizes of buckets are compared.
+            tries_buckets: Whether a search compares bucket sizes.
         """
         reason = reason_against(self, ddp_kwargs, tries_buckets=tries_buckets)
         if reason is None:
@@ -95,7 +95,7 @@ class DistributedModel(DistributedDataParallel):
             log.info("DDP's reducer exchanges the gradients: %s.", reason)
 
     def exchange_by_reducer(self) -> None:
-        """Leaves the exchange of gradients to the reducer again. A second call does nothing."""
+        """Makes the reducer exchange the gradients again. A second call is a no-op."""
         if self.direct_exchange is not None:
             self.direct_exchange.close()
             self.direct_exchange = self._buffer_broadcast = None
@@ -117,12 +117,12 @@ class DistributedModel(DistributedDataParallel):
 
 
 class _BufferBroadcast:
-    """Broadcasts the buffers of a model over ``shm`` in one all-reduce, to which other ranks than the root add zeros.
+    """Broadcasts the buffers of a model over ``shm`` in one all-reduce, to which all ranks but the root add zeros.
 
-    The bytes are added as whole numbers. So all ranks have the bits of the root, whatever the dtypes are.
+    The bytes are added as integers, so that all ranks have the bits of the root, with any dtype.
 
     Args:
-        group: The ranks.
+        group: Process group of the ranks.
     """
 
     def __init__(self, group: ShmProcessGroup) -> None:
@@ -133,11 +133,11 @@ class _BufferBroadcast:
 
     @staticmethod
     def can_broadcast(tensors: Sequence[Tensor]) -> bool:
-        """Whether all are dense tensors of the CPU with memory."""
+        """Returns whether all tensors are dense CPU tensors with memory."""
         return all(is_plain(each) and each.is_cpu and each.layout is torch.strided for each in tensors)
 
     def broadcast(self, tensors: list[Tensor], root: int) -> None:
-        """Copies the root's tensors to those of all ranks, which call it together with equal shapes and dtypes."""
+        """Copies the root's tensors to all ranks. Collective: all ranks call it, with equal shapes and dtypes."""
         parts = self._parts
         if len(parts) != len(tensors) or any(
             part.shape != tensor.shape or part.dtype is not tensor.dtype
@@ -155,7 +155,7 @@ class _BufferBroadcast:
         else:
             self._pack.zero_()
         self._group.allreduce([self._pack], self._options).wait()
-        # The root's tensors, too: with DDP, the pass that still needs their former version fails on all ranks.
+        # The root's tensors too: with DDP, a pass that still needs their previous version fails on all ranks.
         torch._foreach_copy_(tensors, parts)
 
 

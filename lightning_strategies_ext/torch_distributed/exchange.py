@@ -1,12 +1,11 @@
-"""The exchange of gradients of a DDP model to which ranks may contribute nothing, as uneven inputs want it.
+"""Gradient exchange of a model in DDP to which a rank may contribute nothing, for uneven inputs.
 
-DDP divides by the number of ranks. Here a communication hook divides by the number of those that contribute, and takes
-out of the buckets of one that does not what its backward pass has put there. While all contribute, the result is that
-of DDP without a hook, to the last bit.
+DDP divides by the number of ranks. Here a communication hook divides by the number of ranks that contribute. On a rank
+that does not contribute, it removes the gradients of the current backward pass from the buckets. While all ranks
+contribute, the result is bitwise identical to the result of DDP without a hook.
 
-What it does not promise: that a communication hook of the user's which rounds, such as PowerSGD, rounds alike whoever
-contributes. Such hooks divide by the number of ranks, so they get gradients that are larger by as much as that is too
-much.
+Limitations: a user's communication hook that rounds, such as PowerSGD, may round differently with different
+contributors. Such hooks divide by the number of ranks, so they receive gradients that are scaled up accordingly.
 """
 
 import weakref
@@ -24,23 +23,25 @@ Hook = Callable[..., Future[Tensor]]
 
 @dataclass
 class Share:
-    """What this rank has in the next exchange. It knows no model: a model in DDP holds its hook, which holds this.
+    """Contribution of this rank to the next exchange.
+
+    It has no reference to the model: a model in DDP holds its hook, and the hook holds this object.
 
     Attributes:
-        contributors: The ranks that have gradients of their own, in order; None for all.
-        kept: By parameter, the gradients that this rank had before the backward pass of now, which adds nothing to
-            them; None if it does.
+        contributors: Ranks with gradients of their own, in order; None for all ranks.
+        kept: Gradients by parameter that this rank had before the current backward pass, if the pass adds nothing to
+            its contribution; else None.
     """
 
     contributors: Sequence[int] | None = None
     kept: dict[Tensor, Tensor | None] | None = None
 
     def hook(self, inner: Hook | None, group: dist.ProcessGroup) -> Hook:
-        """A communication hook.
+        """Returns a communication hook.
 
         Args:
-            inner: What exchanges a bucket and averages it over the ranks of the group; None for an all-reduce.
-            group: The ranks.
+            inner: Hook that exchanges a bucket and averages it over the ranks of the group; None for an all-reduce.
+            group: Process group of the ranks.
         """
         world_size = group.size()
 
@@ -52,7 +53,7 @@ class Share:
                 if num_contributors != world_size:
                     buffer.mul_(world_size / num_contributors)
                 return inner(state, bucket)
-            buffer.mul_(1.0 / num_contributors)  # as DDP does: a division rounds otherwise
+            buffer.mul_(1.0 / num_contributors)  # as DDP does: a division rounds differently
             return all_reduced(buffer, group)
 
         return exchange
@@ -66,21 +67,21 @@ class Share:
 
 
 class DDPExchange:
-    """See :class:`lightning_strategies_ext.uneven.control.Exchange`.
+    """Exchange of a model in DDP; implements :class:`lightning_strategies_ext.uneven.control.Exchange`.
 
     Args:
-        model: In DDP.
-        share: What the hook of the model asks; where it has none, all ranks have to contribute.
+        model: Model in DDP.
+        share: Contribution that the hook of the model reads; without such a hook, all ranks must contribute.
     """
 
     def __init__(self, model: DistributedDataParallel, share: Share) -> None:
         self._model = model
         self._share = share
-        self._has_own = False  # gradients that have not been exchanged, from before this backward pass
+        self._has_own = False  # whether earlier passes left gradients that were not exchanged
 
     @property
     def contributors(self) -> Sequence[int] | None:
-        """The ranks that have gradients of their own in the next exchange, in order; None for all."""
+        """Ranks that have gradients of their own in the next exchange, in order; None for all ranks."""
         return self._share.contributors
 
     @contributors.setter
@@ -89,20 +90,20 @@ class DDPExchange:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether backward passes exchange nothing now."""
+        """Whether backward passes currently exchange nothing."""
         return not self._model.require_backward_grad_sync
 
     def keep_gradients(self) -> None:
-        """Lets the next backward pass, up to :meth:`finish`, add nothing to what this rank contributes."""
+        """Makes the next backward pass, up to :meth:`finish`, add nothing to this rank's contribution."""
         kept: dict[Tensor, Tensor | None] = {}
-        # What has been exchanged is on the contributors too, and theirs is enough.
+        # Exchanged gradients are on the contributors too, whose contribution suffices.
         if self.is_held_back or self._has_own:
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             kept = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in parameters}
         self._share.kept = kept
 
     def finish(self) -> None:
-        """Called after a backward pass, in which DDP has waited for all gradients."""
+        """Ends the exchange of a backward pass. Called after the pass, in which DDP has waited for all gradients."""
         kept, self._share.kept = self._share.kept, None
         if self.is_held_back and kept is None:
             self._has_own = True
@@ -110,18 +111,18 @@ class DDPExchange:
             for parameter, gradient in kept.items():
                 if parameter.grad is None:
                     parameter.grad = gradient
-                else:  # zeros where there was none: DDP requires a gradient of each parameter that it has seen used
+                else:  # zeros if there was none: DDP requires gradients of all used parameters
                     _overwrite(parameter.grad, gradient)
         else:
             self._has_own = False
             self._forget_what_no_contributor_used()
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of the first that contributes, where DDP gives them those of rank 0."""
+        """Broadcasts the buffers of the first contributor, if DDP broadcasts buffers and rank 0 contributes nothing."""
         contributors, model = self.contributors, self._model
         if not contributors or contributors[0] == 0 or not model.broadcast_buffers:
             return
-        # Past autograd, which may need what is overwritten: for the gradients of a step that counts for nothing.
+        # `data` bypasses autograd, which may need the overwritten values for gradients of a step that does not count.
         buffers = [
             buffer.data for name, buffer in model.module.named_buffers() if name not in model.parameters_to_ignore
         ]
@@ -130,12 +131,12 @@ class DDPExchange:
             work.wait()
 
     def close(self) -> None:
-        """Lets all ranks contribute."""
+        """Makes all ranks contribute again."""
         self._share.contributors = self._share.kept = None
 
     def _forget_what_no_contributor_used(self) -> None:
-        # To DDP, a parameter that only a rank without data has used is one with a gradient, of zeros: optimizers would
-        # move it, by momentum or weight decay.
+        # DDP creates a gradient of zeros for a parameter that only ranks without data have used. Optimizers would
+        # change the parameter, by momentum or weight decay.
         if self.contributors is None or not self._model.find_unused_parameters:
             return
         if len(self.contributors) < dist.get_world_size():
@@ -145,28 +146,29 @@ class DDPExchange:
 
 
 def for_its_hook(model: DistributedDataParallel) -> DistributedDataParallel:
-    """A model in DDP as its hook may hold it, which does not keep it alive.
+    """Returns a proxy of a model in DDP that the model's hook may hold, because it does not keep the model alive.
 
-    The model holds its hook in what is written in C++: of such a circle Python's garbage collection knows nothing.
+    The model holds its hook in C++ objects, so Python's garbage collector does not detect a reference cycle through
+    them.
     """
     return cast(DistributedDataParallel, weakref.proxy(model))
 
 
 def all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
-    """Begins to add up a tensor in place over the ranks of a group."""
+    """Starts to sum a tensor in place over the ranks of a group; returns its future."""
     future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
 
 
 def check_can_join(averages_models: str | None, ddp_kwargs: Mapping[str, Any]) -> None:
-    """Refuses what does not average gradients over all ranks that have data.
+    """Checks that gradients are averaged over all ranks that have data.
 
     Args:
-        averages_models: The argument that has models averaged instead, with its value, if there is one.
+        averages_models: Argument by which models are averaged instead, with its value; None if there is none.
         ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: If that was asked for.
+        ValueError: If models are averaged, or gradients are exchanged among some ranks only.
     """
     what = None
     if averages_models is not None:

@@ -1,17 +1,18 @@
-"""When the exchanges of a model in DDP begin and end, by torch's own clocks, which DDP has built in.
+"""Times at which the gradient exchanges of a model in DDP begin and end, from the timers that DDP has built in.
 
-Nothing is put in the way of a gradient: no communication hook, no hook of autograd. DDP's reducer notes when the first
-bucket is handed over, when the backward pass has computed the last gradient, and when the last bucket is there, in
-every step or in one of so many; whatever exchanges the buckets, and whoever has wrapped the model. That costs some ten
-microseconds in a step in which it is on.
+The timers need no communication hook and no autograd hook. DDP's reducer records when the first bucket is handed over,
+when the backward pass has computed the last gradient, and when the last bucket is complete, in every step or in every
+n-th step. This works for any exchange of buckets, and for a model that other code has wrapped. It costs some ten
+microseconds in a step that is recorded.
 
-Gradients that are exchanged without the reducer (:mod:`.direct_exchange`) have times of their own.
+Gradients that are exchanged without the reducer (:mod:`.direct_exchange`) have separate times.
 
-A bucket that is exchanged over ``shm`` holds up the backward pass for a while, or until it is there: that counts as
-waiting for it, and not as hidden behind the backward pass, and is laid at its end.
+A bucket that is exchanged over ``shm`` blocks the backward pass for a while, or until the exchange is complete. This
+time counts as a wait for the exchange, not as hidden behind the backward pass, and is moved to the end of the backward
+pass.
 
-On GPUs the times are those of CUDA events in the stream of the backward pass, laid from when the CPU has begun the
-first bucket. To read them, the CPU waits for that backward pass; in steps that are not observed it waits for nothing.
+On GPUs, the times come from CUDA events in the stream of the backward pass, relative to the time at which the CPU has
+started the first bucket. To read them, the CPU waits for that backward pass. It does not wait in other steps.
 """
 
 import threading
@@ -27,13 +28,13 @@ _NEVER = 1 << 30
 
 
 class DDPTimes:
-    """See :class:`lightning_strategies_ext.monitoring.session.Timekeeper`.
+    """Times of a model in DDP; implements :class:`lightning_strategies_ext.monitoring.session.Timekeeper`.
 
     Args:
-        model: In DDP.
+        model: Model in DDP.
 
     Attributes:
-        num_bytes: Of the gradients of one step.
+        num_bytes: Bytes of the gradients of one step.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -43,7 +44,7 @@ class DDPTimes:
 
     @property
     def num_buckets(self) -> int:
-        """Into how many buckets DDP has put the gradients; 0 if it exchanges none."""
+        """Number of buckets into which DDP has put the gradients; 0 if DDP exchanges none."""
         if self._direct is not None:
             return 0
         return int(self._model._get_ddp_logging_data().get("num_buckets_reduced", 0))
@@ -56,21 +57,26 @@ class DDPTimes:
         return model.direct_exchange
 
     def observe(self, is_on: bool) -> None:
-        """Begins or ends to take the times of steps, from the next one on."""
-        # A private name of torch's since 1.8, as is its logger; read in torch 2.5 to 2.13.
+        """Starts or stops recording times, from the next step on."""
+        # A private name of torch since 1.8, as is its logger (read in torch 2.5 to 2.13).
         self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
         call_times.take(is_on)
         if self._direct is not None:
             self._direct.takes_times = is_on
 
     def follow(self, is_on: bool) -> None:
-        """Goes on after DDP has been made anew, taking times or not."""
+        """Continues after DDP was initialized again, with or without recording times."""
         self._iteration = 0
         self.num_bytes = gradient_bytes(self._model)
         self.observe(is_on)
 
     def last(self) -> tuple[int, int, int] | None:
-        """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
+        """Returns the times of the exchange of the last step.
+
+        Returns:
+            Times at which the exchange began, at which only the exchange was left, and at which it ended, as
+            ``time.time_ns()`` counts; None if no exchange was recorded.
+        """
         direct = self._direct
         if direct is not None:
             times, direct.times = direct.times, None
@@ -78,7 +84,7 @@ class DDPTimes:
         logger = self._model.logger
         if logger is None:
             return None
-        logger.set_runtime_stats_and_log()  # which the next forward pass would do
+        logger.set_runtime_stats_and_log()  # the next forward pass would do this
         calls = call_times.taken()
         numbers = logger._get_ddp_logging_data().ints_map
         iteration, begin = numbers.get("iteration", 0), numbers.get("backward_comm_time_start", 0)

@@ -1,7 +1,7 @@
-"""How DDP exchanges gradients: torch's own arguments, communication hooks, and averaging of models instead.
+"""Configuration of the gradient exchange: DDP's arguments, communication hooks, compression, and model averaging.
 
-:class:`GradientSync` holds what the user asked for, and refuses what cannot work when it is constructed. Both faces of
-the DDP strategy (Trainer and Fabric) use them.
+:class:`GradientSync` holds the arguments of the user, and rejects invalid arguments when it is constructed. The DDP
+strategies for the Trainer and for Fabric use it.
 """
 
 import inspect
@@ -33,17 +33,18 @@ _has_advised_static_graph = False
 
 @dataclass
 class GradientSync:
-    """What a user asked for of the gradient exchange, beside torch's own arguments.
+    """Arguments of the user for the gradient exchange, in addition to torch's own.
 
     Attributes:
-        comm_state: First argument of the hook; a ``PostLocalSGDState`` asks for post-local SGD.
-        comm_hook: ``hook(state, bucket) -> Future[Tensor]``, used instead of DDP's all-reduce, on any backend.
-        comm_wrapper: Takes the hook and returns one, e.g. ``fp16_compress_wrapper``.
-        averaging_period: Optimizer steps between two averagings of the models; with ``PostLocalSGDState`` only.
-        compression: What is exchanged in place of gradients, without a hook of the user's.
+        comm_state: First argument of the hook; a ``PostLocalSGDState`` selects post-local SGD.
+        comm_hook: Hook ``hook(state, bucket) -> Future[Tensor]`` in place of DDP's all-reduce, on any backend.
+        comm_wrapper: Callable that takes the hook and returns a hook, e.g. ``fp16_compress_wrapper``.
+        averaging_period: Number of optimizer steps between two averagings of the models; with ``PostLocalSGDState``
+            only.
+        compression: Compression of the exchange, without a hook of the user.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If the combination has no effect or no meaning.
     """
 
@@ -58,14 +59,14 @@ class GradientSync:
         self._check_averaging()
 
     def check_goes_with(self, ddp_kwargs: Mapping[str, Any], *, has_to_join: bool = False) -> None:
-        """Refuses what cannot be together.
+        """Checks that the exchange can be combined with other arguments.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel.
             has_to_join: Whether gradients are averaged over the ranks that have data.
 
         Raises:
-            ValueError: If something was asked for that cannot.
+            ValueError: If the exchange cannot be combined with one of the arguments.
         """
         if self.compression is not None:
             asked_for = f"`compression={self.compression!r}`"
@@ -90,7 +91,7 @@ class GradientSync:
 
     @property
     def averages_models(self) -> str | None:
-        """The argument by which models are averaged, not gradients, with its value; None if there is none."""
+        """Argument by which models are averaged, not gradients, with its value; None if there is none."""
         if self.averaging_period is not None:
             return f"model_averaging_period={self.averaging_period}"
         return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
@@ -98,11 +99,11 @@ class GradientSync:
     def begin_compression(
         self, model: DistributedDataParallel, timeout: timedelta | None = None
     ) -> CompressedExchange | None:
-        """Makes the exchange of a model, if it is compressed; called by all ranks together.
+        """Returns the compressed exchange of a model; None if there is none. Collective: all ranks call it.
 
         Args:
-            model: In DDP.
-            timeout: Of its collectives.
+            model: Model in DDP.
+            timeout: Timeout of its collectives; torch's default if None.
         """
         return None if self.compression is None else begin(self.compression, model, timeout)
 
@@ -112,12 +113,12 @@ class GradientSync:
         exchange: CompressedExchange | None = None,
         share: Share | None = None,
     ) -> None:
-        """Has ``model`` exchange its gradients through the communication hook, if there is one.
+        """Makes ``model`` exchange its gradients through the communication hook, if there is one.
 
         Args:
-            model: Without a hook so far.
-            exchange: What :meth:`begin_compression` gave.
-            share: What this rank contributes, if that may be nothing.
+            model: Model in DDP that has no hook.
+            exchange: Exchange that :meth:`begin_compression` has returned.
+            share: Contribution of this rank, if it may be nothing; else None.
         """
         hook = self.comm_hook
         if exchange is not None:
@@ -131,30 +132,30 @@ class GradientSync:
             model.register_comm_hook(state=self.comm_state, hook=hook)
 
     def bring_together(self, parameters: Iterable[Tensor]) -> None:
-        """Gives all ranks the mean of some parameters, if their models may differ; called by all together.
+        """Averages parameters over all ranks, if the models may differ. Collective: all ranks call it.
 
         Args:
-            parameters: The same on all ranks.
+            parameters: Parameters, the same on all ranks.
         """
         if self.averages_models is not None:
             for parameter in parameters:
                 dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
 
     def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
-        """Returns what averages the models of post-local SGD, or None if that was not asked for.
+        """Returns the model averaging of post-local SGD; None if the user has not selected it.
 
         Args:
-            optimizers: The torch optimizers.
-            num_local_ranks: Ranks per host, the group in which gradients are still exchanged if the state names none.
+            optimizers: Torch optimizers.
+            num_local_ranks: Number of ranks per host, which still exchange gradients if the state specifies no group.
 
         Raises:
-            ValueError: If an optimizer is one that distributes its own work.
+            ValueError: If an optimizer distributes its own work.
         """
         if not isinstance(self.comm_state, PostLocalSGDState):
             return None
         assert self.averaging_period is not None
         if self.comm_state.subgroup is None and self.comm_state.post_local_gradient_allreduce:
-            # torch would form groups of as many ranks as the host has GPUs, which is zero on a CPU host.
+            # torch would create groups of as many ranks as the host has GPUs, which is zero on a CPU host.
             self.comm_state.subgroup, _ = dist.new_subgroups(group_size=num_local_ranks)
         return ModelAveraging(optimizers, self.averaging_period, self.comm_state)
 
@@ -197,15 +198,15 @@ class GradientSync:
 
 
 class ModelAveraging:
-    """Averages the parameters of each optimizer over ranks every so many steps of that optimizer.
+    """Averages the parameters of each optimizer over ranks, each time after a number of steps of that optimizer.
 
-    The schedule is post-local SGD's (Lin et al. 2020, https://arxiv.org/abs/1808.07217): gradients are exchanged for
-    the first ``start_localSGD_iter`` steps, afterwards only models, periodically.
+    The schedule is post-local SGD's (Lin et al. 2020, https://arxiv.org/abs/1808.07217): gradients are exchanged
+    in the first ``start_localSGD_iter`` steps, afterwards only models, periodically.
 
     Args:
-        optimizers: The torch optimizers.
-        period: Steps of an optimizer between two averagings.
-        state: Says when averaging starts.
+        optimizers: Torch optimizers.
+        period: Number of steps of an optimizer between two averagings.
+        state: State that defines when averaging starts.
 
     Raises:
         ValueError: If an optimizer distributes its own work and would undo the averaging.
@@ -215,13 +216,14 @@ class ModelAveraging:
         self._averagers: dict[int, PeriodicModelAverager] = {}
         for optimizer in optimizers:
             check_is_plain(optimizer, f"model_averaging_period={period}")
-            # One each: a shared one would count the steps of all optimizers together and so average some of them never.
+            # One averager per optimizer: a shared averager would count the steps of all optimizers together, and never
+            # average some of them.
             self._averagers[id(optimizer)] = PeriodicModelAverager(
                 period=period, warmup_steps=state.start_localSGD_iter, process_group=state.process_group
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Counts a step of ``optimizer`` and averages its parameters if it is time."""
+        """Counts a step of ``optimizer`` and averages its parameters if an averaging is due."""
         averager = self._averagers.get(id(optimizer))
         if averager is not None:
             averager.average_parameters(
@@ -233,15 +235,15 @@ class ModelAveraging:
 
 
 def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
-    """Refuses, before processes start, what DistributedDataParallel would refuse in each.
+    """Checks the arguments of DistributedDataParallel before processes start, instead of in each process.
 
     Args:
-        ddp_kwargs: Its arguments.
-        may_search: Whether somebody can try sizes of buckets.
+        ddp_kwargs: Arguments of DistributedDataParallel.
+        may_search: Whether the caller supports a bucket-size search.
 
     Raises:
-        TypeError: If an argument is none of DDP's, or of the wrong kind.
-        ValueError: If a value cannot work.
+        TypeError: If DDP has no such argument, or an argument has the wrong type.
+        ValueError: If a value is invalid.
     """
     unknown = sorted(set(ddp_kwargs) - DDP_ARGUMENTS)
     if unknown:
@@ -262,15 +264,15 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) ->
 
 
 def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> None:
-    """Says, once per process, that a model trained with ``find_unused_parameters`` qualifies for static-graph mode.
+    """Logs once per process that a model trained with ``find_unused_parameters`` qualifies for static-graph mode.
 
-    Without ``find_unused_parameters`` there is nothing to gain: DDP does not walk the graph then.
+    Without ``find_unused_parameters`` the mode has no benefit: DDP does not traverse the graph.
     """
     global _has_advised_static_graph
     if _has_advised_static_graph or model.static_graph or not model.find_unused_parameters:
         return
-    # Asked of the reducer: the field "can_set_static_graph" of DDP's logging data, which torch documents for this
-    # question, stays empty (seen in torch 2.13).
+    # Read from the reducer, because the field "can_set_static_graph" of DDP's logging data, which torch documents for
+    # this question, stays empty (observed in torch 2.13).
     is_static = getattr(model.reducer, "_ddp_graph_static", None)
     if is_static is not None and is_static():
         _has_advised_static_graph = True
@@ -281,14 +283,14 @@ def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> N
 
 
 def explain_unused_parameters(exception: BaseException, strategy: Any, step: str) -> None:
-    """Puts advice on unused parameters before the message of an exception, if it is DDP's about them.
+    """Prepends advice to the message of an exception, if it is DDP's exception about unused parameters.
 
-    The caller does so before the failure is announced: other ranks and the report show the message as it is then.
+    The caller does so before it publishes the failure: other ranks and the report show the message as it is then.
 
     Args:
-        exception: The exception that this rank ends with.
-        strategy: The strategy of the Trainer or Fabric, whose name the advice mentions.
-        step: What computes the loss.
+        exception: Exception with which this rank exits.
+        strategy: Strategy of the Trainer or Fabric, whose name the advice mentions.
+        step: Name of the method that computes the loss.
     """
     message = exception.args[0] if exception.args else None
     beginnings = ("Expected to have finished reduction in the prior", "Your training graph has changed")
@@ -304,7 +306,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
         return
     if not message.startswith(beginnings):
         return
-    if "`find_unused_parameters=True` is enabled" in message:  # torch says then what to do
+    if "`find_unused_parameters=True` is enabled" in message:  # torch's message contains the advice
         return
     name = name_with(type(strategy), start_method=strategy._start_method, find_unused_parameters=True)
     remedy = f"`{type(strategy).__name__}(find_unused_parameters=True)`"
@@ -321,9 +323,9 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The same hook under another name: torch refuses its bf16 hooks, by name, unless it was built with NCCL.
+    """Returns the hook under another name: torch rejects its bf16 hooks, by name, unless it was built with NCCL.
 
-    gloo reduces bfloat16 as well (torch 2.5 to 2.13).
+    gloo also reduces bfloat16 (torch 2.5 to 2.13).
     """
 
     def exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -334,7 +336,7 @@ def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_hook_signature(name: str, hook: Callable[..., Any]) -> None:
-    """Checks what torch checks when the hook is registered, which would be after the processes have started."""
+    """Checks what torch would check when the hook is registered, after the processes have started."""
     expected = "`def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`"
     try:
         signature = inspect.signature(hook)

@@ -1,7 +1,7 @@
-"""The life of the default torch.distributed process group: which backend, how it starts, how it ends.
+"""Lifecycle of the default torch.distributed process group: choice of the backend, start, and end.
 
-Both front ends start the group here. It is left open between stages (``fit`` → ``test`` uses the same one) and closed
-when the interpreter ends, so that no backend complains about a group that was not destroyed.
+Both front ends start the group here. It stays open between stages (``fit`` and then ``test`` use the same group) and is
+closed when the interpreter exits, so that no backend reports a group that was not destroyed.
 """
 
 import logging
@@ -43,34 +43,37 @@ _AVAILABILITY = {
     "xccl": "is_xccl_available",
 }
 
-#: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
+#: Connections between ranks in groups that this package has created, by the addresses of both ends, the local one
+#: first.
 connections: set[tuple[Any, Any]] = set()
 
-# Leaves the default group when this process ends.
+# Handler that leaves the default group when this process exits.
 _at_end: "Finalize[None] | None" = None
 
-# Backends of the groups that were left last, see `_destroy`.
+# CPU backends of the groups that were left last, see `_destroy`.
 _left: deque[list[Any]] = deque(maxlen=2)
 
-# While there is a group, torch shows exceptions with the rank: its `sys.excepthook`, and what was there before. torch
-# wraps the hook for each group anew, and would show the rank as often.
+# torch's `sys.excepthook` for a group, which prints exceptions with the rank, and the hook before it. torch wraps the
+# hook again for each group, and would print the rank once per group.
 _excepthooks: list[Any] = []
 
-# The default group of several ranks that this package has made, and where it is during a stage on one device.
+# The default group of several ranks that this package has created, and the same group while it is set aside during a
+# stage on one device.
 _own: "weakref.ref[Any] | None" = None
 _aside: Any = None
 
-# The store of the group: of the default one that this package has made.
+# Store of the default group that this package has created.
 _own_store: dist.Store | None = None
 
-# Classes of backends that fail when their connections close. What aborts them, if anything, depends on torch's version.
+# Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
+# version.
 _NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
 
-# Backends whose threads do not use the group's store, so that it may be one that is written in Python.
+# Backends whose threads do not use the group's store, so that it may be a store in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
 
-# With these, torch's NCCL watchdog does not abort this process after the exit of a peer, nor after a dump of the flight
-# recorder (read in torch 2.5 to 2.13). Values that the user has set are kept.
+# With these settings, torch's NCCL watchdog does not abort this process after the exit of a peer or after a dump of the
+# flight recorder (read in torch 2.5 to 2.13). Values that the user has set are kept.
 _WATCHDOG_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -79,25 +82,27 @@ _WATCHDOG_SETTINGS = {
 
 
 def available_backends() -> list[str]:
-    """The backends that this build of torch comes with."""
+    """Returns the backends of this build of torch."""
     return [name for name, asked in _AVAILABILITY.items() if getattr(dist, asked, bool)()]
 
 
 def is_initialized() -> bool:
-    """Whether this process belongs to a torch.distributed process group."""
+    """Returns whether this process belongs to a torch.distributed process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def uses_gloo() -> bool:
-    """Whether gloo carries tensors of some device in the default process group, or what ``shm`` does not carry."""
+    """Returns whether the default process group uses gloo, for some device or for operations that ``shm`` lacks."""
     return is_initialized() and any(name in ("gloo", shm.NAME) for name in _backends_in(dist.get_backend()))
 
 
 def is_carried_by_gloo(group: Any) -> bool:
-    """Whether gloo carries a group's collectives of tensors of the host: for ``shm`` between hosts or without memory.
+    """Returns whether gloo executes a group's collectives of host tensors.
+
+    For ``shm``, gloo executes them between hosts and if there is no shared memory.
 
     Args:
-        group: A process group, default all ranks.
+        group: A process group; all ranks if None.
     """
     from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
@@ -109,17 +114,17 @@ def is_carried_by_gloo(group: Any) -> bool:
 
 
 def disable_nccl_watchdog_exit() -> None:
-    """Makes NCCL process groups that this process joins afterwards survive the exit of other ranks."""
+    """Makes NCCL process groups that this process joins later survive the exit of other ranks."""
     for name, value in _WATCHDOG_SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
-    """Refuses a timeout that no process group can have.
+    """Checks that a timeout is valid for a process group.
 
     Raises:
-        TypeError: If it is neither a ``timedelta`` nor None.
-        ValueError: If it is not positive.
+        TypeError: If the timeout is neither a ``timedelta`` nor None.
+        ValueError: If the timeout is not positive.
     """
     if timeout is None:
         return
@@ -132,16 +137,16 @@ def check_timeout(timeout: timedelta | None) -> None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuses a backend name that torch does not know or that this build of torch lacks.
+    """Checks that torch knows a backend and that this build of torch has it.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, any backend registered with ``torch.distributed.Backend``, or one per device
-            type in torch's form ``"cpu:gloo,cuda:nccl"``. None means: by device.
+            type in torch's form ``"cpu:gloo,cuda:nccl"``. None for the default of the device.
 
     Raises:
-        TypeError: If it is neither a string nor None.
-        ValueError: If the name is unknown.
-        RuntimeError: If torch was built without it.
+        TypeError: If the backend is neither a string nor None.
+        ValueError: If torch does not know the backend.
+        RuntimeError: If torch was built without the backend.
     """
     if backend is None:
         return
@@ -162,10 +167,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_backend_for_devices(backend: str | None, devices: list[torch.device]) -> None:
-    """Refuses a backend that cannot move tensors of the devices, e.g. NCCL with CPU ranks.
+    """Checks that a backend supports tensors of the devices; NCCL does not support CPU ranks, for example.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If the backend does not support a device.
     """
     if backend is None or ":" in backend:
         return
@@ -179,10 +184,10 @@ def check_backend_for_devices(backend: str | None, devices: list[torch.device]) 
 
 
 def check_options(options: Any, backend: str | None) -> None:
-    """Refuses options that the backend does not take.
+    """Checks that a backend accepts the options.
 
     Raises:
-        ValueError: If they are those of another backend.
+        ValueError: If the options are for another backend.
     """
     if isinstance(options, ShmOptions) and backend not in (None, shm.NAME):
         raise ValueError(
@@ -192,12 +197,12 @@ def check_options(options: Any, backend: str | None) -> None:
 
 
 def default_backend(device: torch.device, world_size: int, num_hosts: int) -> str:
-    """The backend for a device type: shm for CPU ranks of which a host has several, else what torch prefers.
+    """Returns the default backend: ``shm`` for CPU ranks if a host has several, else the default of torch.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
         world_size: Number of ranks.
-        num_hosts: Number of hosts that they are on.
+        num_hosts: Number of hosts that the ranks are on.
     """
     if device.type == "cpu" and num_hosts < world_size and shm.is_available():
         return shm.NAME
@@ -214,22 +219,22 @@ def start(
 ) -> str:
     """Joins the default process group; returns when all ranks have joined.
 
-    Does nothing in a process that already belongs to a group of the same shape.
+    A no-op in a process that already belongs to a group of the same shape.
 
     Args:
-        environment: Where rank, world size and the address of rank 0 come from.
-        backend: As torch takes it; None for the default.
+        environment: Cluster environment that defines the rank, the world size, and the address of rank 0.
+        backend: Backend in torch's form; None for the default.
         device: Device of this rank.
-        timeout: For the rendezvous and for every collective. None leaves torch's default.
-        options: What the backend takes beside.
-        num_hosts: Number of hosts that the ranks are on, for the default.
+        timeout: Timeout of the rendezvous and of every collective; None for torch's default.
+        options: Options of the backend.
+        num_hosts: Number of hosts that the ranks are on, which determines the default backend.
 
     Returns:
         The backend.
 
     Raises:
         RuntimeError: If the process belongs to a group with another rank or world size.
-        ValueError: If the options are those of another backend.
+        ValueError: If the options are for another backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     backend = backend or default_backend(device, world_size, num_hosts)
@@ -268,10 +273,10 @@ def join(
     options: Any = None,
     num_hosts: int = 1,
 ) -> None:
-    """Makes the default process group, of ranks that share a store which no other group has used.
+    """Creates the default process group of ranks that share a store, which no other group has used.
 
     Raises:
-        PermissionError: If another user of a host has taken the place of a rank.
+        PermissionError: If a process of another user has taken the place of a rank.
     """
     forking.make_fork_safe()
     connections.clear()
@@ -294,8 +299,8 @@ def join(
     _excepthooks[:] = [sys.excepthook, excepthook]
     global _own, _own_store
     _own, _own_store = weakref.ref(dist.group.WORLD), store
-    # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
-    # owns the group, closes each group once.
+    # Forked ranks inherit the handlers that were registered before the fork. The process that owns the group registers
+    # this handler after the fork, so that each group is closed once.
     global _at_end
     if _at_end is not None:
         _at_end.cancel()
@@ -303,22 +308,23 @@ def join(
 
 
 def can_abort() -> bool:
-    """Whether :func:`abort` has something to abort."""
+    """Returns whether :func:`abort` has a backend to abort."""
     return is_initialized() and bool(_abortable())
 
 
 def abort() -> None:
-    """Aborts all groups of this process, so that collectives that wait on GPUs fail: the default one and all others.
+    """Aborts all process groups of this process, so that collectives that wait on GPUs fail.
 
-    gloo and ``shm`` are not aborted; closed connections end their collectives. Each backend is aborted in a thread of
-    its own: to abort NCCL's waits for the GPU, which the collective of another group may occupy until that is aborted.
+    gloo and ``shm`` are not aborted: their collectives fail when connections close. Each backend is aborted in its own
+    thread: the abort of NCCL waits for the GPU, which a collective of another group may occupy until that group is
+    aborted.
     """
     if not is_initialized() or is_aborted():
         return
     backends = _abortable()
     if not backends:
         return
-    mark_aborted(dist.group.WORLD)  # before: what is computed from there on is not to be kept
+    mark_aborted(dist.group.WORLD)  # before the abort: later results must not be kept
     threads = [threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True) for backend in backends]
     for thread in threads:
         thread.start()
@@ -327,14 +333,14 @@ def abort() -> None:
 
 
 def _abortable() -> list[Any]:
-    """The backends of all groups of this process, except gloo. torch 2.5 can abort backends, but no groups."""
+    """Returns the backends of all groups of this process, except gloo and ``shm``. torch 2.5 cannot abort groups."""
     from torch.distributed.distributed_c10d import _world
 
     found: list[Any] = []
     for group in list(_world.pg_map):
         backends: list[Any] = [group._get_backend(device) for device in group._device_types]
         for backend in backends or [group]:
-            # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps backends in one that passes no abort on.
+            # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps each backend in an object that does not forward `abort`.
             backend = getattr(backend, "wrapped_pg", backend)
             if type(backend).__name__ not in _NOT_ABORTED and all(backend is not each for each in found):
                 found.append(backend)
@@ -342,22 +348,22 @@ def _abortable() -> list[Any]:
 
 
 def _abort(backend: Any) -> None:
-    with suppress(AttributeError, RuntimeError):  # it cannot, or has failed
+    with suppress(AttributeError, RuntimeError):  # the backend has no `abort`, or has failed
         backend.abort()
 
 
 def has_others() -> bool:
-    """Whether this process belongs to a default group of several ranks that this package has made."""
+    """Returns whether this process belongs to a default group of several ranks that this package has created."""
     return is_initialized() and _own is not None and _own() is dist.group.WORLD and dist.get_world_size() > 1
 
 
 def set_aside() -> bool:
-    """Makes this process belong to no default group, for a stage on one device, in which other ranks may take no part.
+    """Unsets the default group for a stage on one device, in which the other ranks may not take part.
 
-    The group stays, and other ranks may wait in its collectives meanwhile.
+    The group stays open, and other ranks may wait in its collectives meanwhile.
 
     Returns:
-        Whether there was a group, which :func:`bring_back` makes the default one again.
+        Whether there was a group, which :func:`bring_back` restores.
     """
     global _aside
     if not has_others():
@@ -367,7 +373,7 @@ def set_aside() -> bool:
 
 
 def bring_back() -> None:
-    """Makes the group the default one that :func:`set_aside` has set aside, in place of that of the stage."""
+    """Restores the default group that :func:`set_aside` has unset, and leaves the group of the stage."""
     global _aside
     of_stage = dist.group.WORLD
     dist.group.WORLD, _aside = _aside, None
@@ -381,9 +387,10 @@ def stop() -> None:
         return
     if _excepthooks and sys.excepthook is _excepthooks[0]:
         sys.excepthook = _excepthooks[1]
-    # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
-    # in 2.13, which earlier versions need not have. It aborts all groups that torch has names of; `abort` has
-    # done so, and to abort gloo raises a RuntimeError in versions that cannot.
+    # The destruction of an aborted group would wait for its unfinished operations (observed in torch 2.11).
+    # `_abort_process_group` is a private name of torch, read in 2.13, which earlier versions may lack. It aborts all
+    # groups in `pg_names`, which are therefore cleared: `abort` has aborted them, and an abort of gloo raises a
+    # RuntimeError in versions that cannot abort it.
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_aborted() else None
     if forget is None:
         _destroy(None)
@@ -399,9 +406,9 @@ def _stop_at_exit() -> None:
 
 
 def leave(group: Any) -> None:
-    """Leaves a group that was made beside the default one. A second call does no harm.
+    """Leaves a group other than the default group. A second call is a no-op.
 
-    One that was aborted is left together with the default group: to leave it alone would wait, see :func:`stop`.
+    An aborted group is left together with the default group: to leave it alone would block, see :func:`stop`.
     """
     from torch.distributed.distributed_c10d import _world
 
@@ -410,12 +417,13 @@ def leave(group: Any) -> None:
 
 
 def _destroy(group: Any) -> None:
-    """Leaves a group, or all if it is None.
+    """Leaves a group, or all groups if it is None.
 
-    Its gloo outlives it, until two more are left, or ranks join again. Whoever lets go of a group last may do so with
-    Python's lock: DDP's reducer where Python collects it (seen in torch 2.13), and before torch 2.8 anybody. If that
-    were the end of gloo too, it would wait for its threads, one of which may wait for the lock, to let go of what its
-    last collective has held. Later they have nothing left to do; and a gloo that ends by itself does not hold the lock.
+    Its gloo backend is kept until two more groups are left, or ranks join again. The thread that drops the last
+    reference to a group may hold the GIL: DDP's reducer when Python collects it (observed in torch 2.13), and before
+    torch 2.8 any thread. If this freed gloo too, it would wait for gloo's threads, and one of these may wait for the
+    GIL to free the tensors of its last collective. Later the threads have nothing left to free, and a gloo backend that
+    is freed by itself does not hold the GIL.
     """
     from torch.distributed.distributed_c10d import _world
 
@@ -429,12 +437,12 @@ def _keep_gloo(groups: Iterable[Any]) -> None:
 
 
 def default_store() -> dist.Store:
-    """The key-value store of the default process group; every rank reaches it, on any number of hosts."""
+    """Returns the key-value store of the default process group, which every rank on any host can reach."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     if _own_store is not None and _own is not None and _own() is dist.group.WORLD:
         return _own_store
-    return _get_default_store()  # torch has no public accessor for it (read in torch 2.5 to 2.13)
+    return _get_default_store()  # torch has no public accessor (read in torch 2.5 to 2.13)
 
 
 def _backends_in(backend: str) -> list[str]:

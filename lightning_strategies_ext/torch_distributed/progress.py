@@ -1,4 +1,4 @@
-"""How far a rank is among the collectives of the default process group."""
+"""Progress of a rank in the collectives of the default process group."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 
 class DefaultGroupProgress(CollectiveProgress):
-    """Says it of this process."""
+    """Progress of this process."""
 
     def num_started(self) -> int:
-        """How many collectives of the group this rank has begun; zero where its backend does not count."""
+        """Returns how many collectives this rank has started in the group; 0 if the backend does not count them."""
         group: Any = dist.group.WORLD
         if not dist.is_initialized() or isinstance(group, ShmProcessGroup):
             return 0
@@ -22,6 +22,6 @@ class DefaultGroupProgress(CollectiveProgress):
             return 0
 
     def pending_work(self) -> Any:
-        """The operation of ``shm`` that this rank waits for, if it does."""
+        """Returns the operation of ``shm`` that this rank waits for; None if there is none."""
         group: Any = dist.group.WORLD
         return group.waiting_for if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None

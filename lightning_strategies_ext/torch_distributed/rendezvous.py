@@ -1,7 +1,7 @@
-"""Where the ranks of a process group meet: the stores that they share, on one host and on several.
+"""Rendezvous of a process group: the stores that its ranks share, on one host and on several.
 
 Ranks of one host share a :class:`.HostStore`, which other users cannot use. Ranks of several hosts share torch's
-``TCPStore`` at ``MASTER_ADDR``, which authenticates no client.
+``TCPStore`` at ``MASTER_ADDR``, which does not authenticate clients.
 """
 
 import atexit
@@ -28,26 +28,27 @@ from lightning_strategies_ext._system.peers import is_loopback
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
 _HOST_STORE = "lightning_strategies_ext/host_store"
-# Set by rank 0 of ranks that another launcher has started, before they join: the job, see `_job`.
+# Key under which rank 0 stores the job, see `_job`, before ranks join that another launcher has started.
 _MEETING = "meeting"
-#: Space for a store in a file, in bytes.
+#: Free space that a store in a file requires, in bytes.
 _STORE_BYTES = 1 << 24
 
-# The store where this process has met the others, and the next number: by process id, place, rank, and world size.
+# The store that this process shares with the other ranks, and the number of its next group: by process ID, name or
+# address, rank, and world size.
 _stores: dict[tuple[Any, ...], tuple[dist.Store, Iterator[int]]] = {}
 
 
 def next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
-    """Returns the store of the next default process group of this process; ranks that have not met yet meet first.
+    """Returns the store of this process's next default process group; the first call waits for all ranks.
 
-    Each group has a part of its own: what an earlier group has left must not be read by the next one, also where
-    ``destroy_process_group`` was called in between and an object still holds the group.
+    Each group uses its own part of the store: it must not read what an earlier group has written, even if
+    ``destroy_process_group`` was called in between and an object still holds the earlier group.
 
     Args:
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        num_hosts: The number of hosts that the ranks are on.
-        timeout: How long to wait for other ranks, and for keys later.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        num_hosts: Number of hosts that the ranks are on.
+        timeout: Timeout of the wait for other ranks, and of later waits for keys.
     """
     if world_size == 1:
         return dist.HashStore()
@@ -64,8 +65,8 @@ def next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -
 def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
     """Connects to the store that all ranks share, and returns when all ranks have connected.
 
-    Ranks of one host share a store on a Unix socket. Ranks that another launcher has started find its name in the store
-    at ``MASTER_ADDR``, which holds nothing else, since every user of the host can use it.
+    Ranks of one host share a store on a Unix socket. Ranks that another launcher has started read its name from the
+    store at ``MASTER_ADDR``, which holds nothing else, because every user of the host can use it.
     """
     if name is not None:
         return _host_store(name, rank, world_size, timeout)
@@ -80,25 +81,25 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
     if num_hosts > 1 or not host_store.is_available():
         return met
     if rank == 0:
-        met.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # they may meet more than once
+        met.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # a new part for each rendezvous
     name, part = met.get(_HOST_STORE).decode().split()
     return _host_store(name, rank, world_size, timeout, part)
 
 
 def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str | None = None) -> dist.Store:
-    """Connects to a part of a store on a Unix socket, which rank 0 serves, and waits until all ranks have.
+    """Connects to a part of a store on a Unix socket, which rank 0 serves; returns when all ranks have connected.
 
     Args:
-        name: The name of the store.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        timeout: How long to wait for other ranks, and for keys later.
-        part: The part, where the ranks have found it in a store to which other users can write.
+        name: Name of the store.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Timeout of the wait for other ranks, and of later waits for keys.
+        part: Name of the part, if the ranks have read it from a store to which other users can write.
 
     Raises:
-        torch.distributed.DistNetworkError: If another process serves a store with this name already, or the store is
-            that of another job.
-        torch.distributed.DistStoreError: If a rank does not join in time.
+        torch.distributed.DistNetworkError: If another process already serves a store with this name, or the store
+            belongs to another job.
+        torch.distributed.DistStoreError: If a rank does not join within the timeout.
     """
     try:
         whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
@@ -109,7 +110,8 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
     whole.set_timeout(timeout)
     store = dist.PrefixStore(part or "ranks", whole)
     if part is not None:
-        # Other users may have written the name of the store of another job, which does not have this key or value.
+        # Another user may have written the name of another job's store, which lacks this key or has another value for
+        # it.
         if rank == 0:
             store.set(_MEETING, _job())
         store.wait([_MEETING], timeout)
@@ -131,16 +133,19 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
 
 
 def _job() -> str:
-    """Returns what all ranks of a job have in common, and jobs of one host that run at the same time do not."""
+    """Returns a text that all ranks of a job share, and that differs between simultaneous jobs of a host."""
     return f"port {os.environ['MASTER_PORT']}, run {os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
 
 
 def _store_at_address(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
-    """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, at that address only if it is one of this host's."""
+    """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, unless the agent of torchrun does.
+
+    Rank 0 listens only at that address if the address belongs to its host, otherwise at all addresses.
+    """
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = os.environ["MASTER_ADDR"]
-        with suppress(OSError):  # torch serves the store at all addresses then, or reports why it cannot
-            # A host name may resolve to a loopback address on its own host, and to another one on other hosts.
+        with suppress(OSError):  # otherwise torch serves the store at all addresses, or reports the error
+            # A host name may resolve to a loopback address on its own host, and to another address on other hosts.
             if num_hosts == 1 or not is_loopback(socket.gethostbyname(address)):
                 return serve_store(address, int(os.environ["MASTER_PORT"]), world_size, timeout)
     store: dist.Store
@@ -149,13 +154,13 @@ def _store_at_address(rank: int, world_size: int, num_hosts: int, timeout: timed
 
 
 def file_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Makes a store in a file of this user, for a backend whose threads use the store and must not wait for Python.
+    """Creates a store in a file of this user, for a backend whose threads use the store and must not wait for the GIL.
 
     Args:
-        store: The store of the group, through which the ranks find the file.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        timeout: How long torch waits for keys.
+        store: Store of the group, through which the ranks receive the path of the file.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Timeout of waits for keys.
 
     Raises:
         PermissionError: If the file belongs to another user, or other users can open it.
@@ -175,34 +180,34 @@ def file_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta
             f" it must belong to user {os.geteuid()} with mode 600."
         )
     of_descriptor = f"/proc/self/fd/{descriptor}"
-    is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # it is not in a process that is not dumpable
+    is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # not if the process is not dumpable
     store.set(f"file/{rank}", str(is_reachable))
     if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
         remove()
         atexit.unregister(remove)
-    # The descriptor stays open: torch opens it anew for each request, also when the store is deleted.
+    # The descriptor stays open: torch opens it again for each request, and when the store is deleted.
     made = dist.FileStore(of_descriptor if is_reachable else path)
     made.set_timeout(timeout)
     return made
 
 
 def _has_memory() -> bool:
-    """Returns whether ``/dev/shm`` has space for a store in a file, which has some KiB for each rank."""
+    """Returns whether ``/dev/shm`` has space for a store in a file, which needs some KiB per rank."""
     with suppress(OSError):
         return os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > _STORE_BYTES
     return False
 
 
 def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that only these processes use, where the ranks that were there before used the store too.
+    """Returns a part of a store that no rank of an earlier round of the job uses.
 
-    torchrun's agents keep one store for all rounds of a job, and torch reads what ranks have written to it that are
-    gone (seen in 2.13: after a second restart ranks wait for each other for ever). Rank 0 makes up a name for the
-    round. The others cannot tell it from an earlier one that they read there, so they ask rank 0, with a number that
-    nobody has asked with before; one that is gone does not answer.
+    The agents of torchrun keep one store for all rounds of a job, and torch reads what ranks of earlier rounds have
+    written (observed in 2.13: after a second restart, ranks wait for each other indefinitely). Rank 0 generates a name
+    for the round. The other ranks cannot distinguish it from the name of an earlier round, so each sends rank 0 a
+    request with a new random number. The rank 0 of an earlier round has exited and does not reply.
 
     Raises:
-        torch.distributed.DistStoreError: If one does not come in time.
+        torch.distributed.DistStoreError: If another rank does not join within the timeout.
     """
     if rank == 0:
         name = uuid4().hex

@@ -1,8 +1,9 @@
-"""A module in DDP, and DDP made anew around it: in buckets of other sizes, or when other parameters need gradients.
+"""Wraps a module in DDP, and wraps it again with other bucket sizes or other trainable parameters.
 
-torch's DDP exchanges gradients of those parameters that need one when it is made. One that is unfrozen later, as
-gradual unfreezing does it, is trained by each rank alone, without a word, and ranks end with different models; one that
-is frozen later is waited for in vain. :class:`TrainableParameters` notices both before the next forward pass.
+torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
+unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
+For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`TrainableParameters`
+detects both before the next forward pass.
 """
 
 import inspect
@@ -26,7 +27,7 @@ from lightning_strategies_ext.torch_distributed.distributed_model import Distrib
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
 DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
-#: Those with which DDP changes the module or its parameters, so that it can be made once only.
+#: Arguments with which DDP changes the module or its parameters, so that the module can be wrapped only once.
 ONCE_ONLY = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
 
 _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
@@ -35,21 +36,21 @@ _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
 def wrap_in_ddp(
     module: Module, device: torch.device, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any
 ) -> DistributedModel:
-    """Returns ``module`` in DDP; rank 0's weights are on every rank then.
+    """Returns ``module`` wrapped in DDP. All ranks then have the weights of rank 0.
 
-    The strategies call it with the ``**kwargs`` they were constructed with. That call and the one in here are how
-    LightningCLI finds DDP's arguments in whatever torch is installed, to offer them by name: its parser follows
-    keyword arguments through the source, and leaves out those that a call decides itself.
+    The strategies pass the ``**kwargs`` of their constructors. LightningCLI finds the arguments of the installed DDP
+    through that call and the call in this function, and offers them by name: its parser follows keyword arguments
+    through the source, and omits arguments that a call sets.
 
     Args:
-        module: What is to be trained.
-        device: Of this rank.
-        gradient_as_bucket_view: Whether gradients are views of the buckets that are exchanged; else DDP keeps every
+        module: Module to train.
+        device: Device of this rank.
+        gradient_as_bucket_view: Whether gradients are views of the exchanged buckets; otherwise DDP keeps every
             gradient twice.
         **ddp_kwargs: Further arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: If no parameter of the module needs a gradient.
+        ValueError: If no parameter of the module requires a gradient.
     """
     check_has_trainable_parameters(module)
     with _stream_for_ddp(device):
@@ -65,18 +66,18 @@ def wrap_in_ddp(
 
 
 def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
-    """Makes DDP anew around the same module, in the same object; called by all ranks together, between two passes.
+    """Initializes DDP again around the same module, in the same object. Collective: all ranks call it between passes.
 
-    Buffers stay those of each rank; communication hooks are to be registered again. Nothing is broadcast, from torch
-    2.7 on: before, DDP has no argument for that, and gives all ranks rank 0's.
+    Each rank keeps its buffers; communication hooks must be registered again. From torch 2.7 on, nothing is broadcast.
+    Earlier versions of DDP have no argument for that, and broadcast the weights of rank 0.
 
     Args:
-        model: In DDP, with the same weights on all ranks.
-        device: Of this rank.
+        model: Model in DDP, with the same weights on all ranks.
+        device: Device of this rank.
         **ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: If DDP has changed the module.
+        ValueError: If an argument of :data:`ONCE_ONLY` is set.
     """
     module = model.module
     for name in ONCE_ONLY:
@@ -86,14 +87,14 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
                 f" have to be made anew, and cannot with `{name}={ddp_kwargs[name]!r}`. Leave that out, or let the same"
                 " parameters need gradients from the beginning to the end."
             )
-    # What torch keeps of any module, hooks for example, and what is set inside of `no_sync`.
+    # State that torch keeps for any module, such as hooks, and the flag that `no_sync` sets.
     of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
     kept = {name: getattr(model, name) for name in (*of_modules, "require_backward_grad_sync")}
     without_sync = {"init_sync": False} if "init_sync" in DDP_ARGUMENTS else {}
     buffers = [] if without_sync else [*module.buffers()]
     own = [buffer.detach().clone() for buffer in buffers]
-    # A private name of torch's (2.5 to 2.13). What the hooks belong to goes when nobody holds it; until then they would
-    # exchange each gradient a second time.
+    # A private name of torch (2.5 to 2.13). Without this call, the hooks of the old reducer would exchange each
+    # gradient a second time, until its last reference is dropped.
     model._remove_autograd_hooks()
     arguments = {"gradient_as_bucket_view": True, **ddp_kwargs, **without_sync}
     with _stream_for_ddp(device):
@@ -106,18 +107,18 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
 
 
 def _copy_sparse_gradients(model: DistributedDataParallel) -> None:
-    """Gives the sparse gradients memory of their own before DDP averages them.
+    """Copies sparse gradients to separate memory before DDP averages them.
 
-    The values of an embedding's sparse gradient are the gradient of the embedding's output, in the same memory. DDP and
-    communication hooks divide them in place (torch 2.5 to 2.13), and layers before the embedding's output, whose
-    backward pass uses that memory later, would get gradients that are too small by the number of ranks.
+    The values of an embedding's sparse gradient share memory with the gradient of the embedding's output. DDP and
+    communication hooks divide them in place (torch 2.5 to 2.13). Layers before the embedding's output, whose backward
+    pass reads that memory later, would get gradients that are too small by a factor of the number of ranks.
     """
     ignored = model.parameters_to_ignore
     for name, module in model.module.named_modules():
         if not isinstance(module, (Embedding, EmbeddingBag)) or not module.sparse or not module.weight.requires_grad:
             continue
         if (f"{name}.weight" if name else "weight") not in ignored:
-            # The reducer owns this node, so that the hook exists as long as the reducer does.
+            # The reducer owns this node, so the hook exists as long as the reducer.
             get_gradient_edge(module.weight).node.register_prehook(_copied)
 
 
@@ -126,22 +127,22 @@ def _copied(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 def records_graph(model: DistributedDataParallel) -> bool:
-    """Whether DDP records a static graph in the next backward pass, which must exchange gradients then.
+    """Returns whether DDP records a static graph in the next backward pass, which must exchange gradients then.
 
-    The flag is a private name of DDP's (torch 2.5 to 2.13). It is reset when DDP is created or initialized again.
+    The flag is a private name of DDP (torch 2.5 to 2.13). It is reset when DDP is created or initialized again.
     """
     return model.static_graph and not model._static_graph_delay_allreduce_enqueued
 
 
 class TrainableParameters:
-    """Looks before each forward pass with gradients whether other parameters need gradients than DDP knows of.
+    """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
 
-    A copy of the model in DDP is not looked after.
+    A copy of the model in DDP is not checked.
 
     Args:
-        model: In DDP.
-        on_change: Makes DDP anew, in ``model``; called on all ranks together, with the model and the parameters that
-            were trained so far.
+        model: Model in DDP.
+        on_change: Callable that initializes DDP again, in ``model``. All ranks call it together, with the model and the
+            parameters that were trained so far.
     """
 
     _parameters: Mapping[str, Tensor] = {}
@@ -159,22 +160,22 @@ class TrainableParameters:
         model.register_forward_pre_hook(self._look)
 
     def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
-        """Returns the parameters that DDP does not know, because they were added to the module or replaced others."""
+        """Returns the parameters that were added to the module, or have replaced others, since DDP was initialized."""
         known = {*map(id, self._parameters.values())}
         return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
 
     def follow_added(self, model: DistributedDataParallel) -> None:
-        """Lets DDP exchange the gradients of added parameters. Collective: all ranks call it."""
+        """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
         trained = self._chosen(self._are_trained)
         self._parameters = exchanged_parameters(model)
         self._note(self._need_gradients())
         self._on_change(model, trained)
 
     def check_all_are_known(self) -> None:
-        """Refuses a backward pass with a parameter that has been unfrozen since the forward pass began.
+        """Checks that no parameter was unfrozen since the forward pass began.
 
         Raises:
-            RuntimeError: If there is one: each rank would train it alone.
+            RuntimeError: If a parameter was unfrozen; each rank would train it alone.
         """
         name = next((name for name, each in self._unknown.items() if each.requires_grad), None)
         if name is not None:
@@ -192,16 +193,17 @@ class TrainableParameters:
         return [*map(_needs_gradient, self._parameters.values())]
 
     def _look(self, model: Module, args: Any) -> None:
-        # `model.training` says nothing: after a validation, Lightning leaves DDP in evaluation, not the module in it.
+        # `model.training` is no criterion: after a validation, Lightning leaves DDP in evaluation mode, but not its
+        # module.
         if not torch.is_grad_enabled():
             return
         before, now = self._are_trained, self._need_gradients()
         if now == before:
             return
         assert isinstance(model, DistributedDataParallel)
-        if model.find_unused_parameters:  # to DDP, those that are frozen for a while are unused: losses may take turns
+        if model.find_unused_parameters:  # DDP treats frozen parameters as unused: losses may alternate
             now = [was or needs for was, needs in zip(before, now, strict=True)]
-        if now == before or not any(now):  # where none are trained for a while, DDP waits for none
+        if now == before or not any(now):  # if no parameter is trained, DDP waits for none
             return
         self._note(now)
         trained = self._chosen(before)
@@ -220,19 +222,20 @@ class TrainableParameters:
 
 
 class BackwardPasses:
-    """Lets every backward pass through a model in DDP exchange gradients, however many forward passes were before it.
+    """Makes every backward pass through a model in DDP exchange gradients, after any number of forward passes.
 
     DDP's forward prepares the reducer for one backward pass. After two forward passes followed by two backward passes,
-    the gradients of the second backward pass would stay local. Here, a pass for which the reducer is not prepared is
-    detected when it reaches the output of the model, before it reaches a parameter, and the reducer is prepared then.
+    the gradients of the second backward pass would stay local. This class detects a backward pass for which the reducer
+    is not prepared when the pass reaches the output of the model, before it reaches a parameter, and then prepares the
+    reducer.
 
     Args:
-        model: In DDP.
+        model: Model in DDP.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._is_prepared = False
-        self._pass = -1  # the last backward pass that reached the output, by its number
+        self._pass = -1  # number of the last backward pass that reached the output
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, model: Module, args: Any, output: Any) -> None:
@@ -243,7 +246,7 @@ class BackwardPasses:
         self._is_prepared = self._is_prepared or is_exchanged
 
         def begin_pass(gradient: Tensor) -> None:
-            number = torch._C._current_graph_task_id()  # a private name of torch's (2.5 to 2.13)
+            number = torch._C._current_graph_task_id()  # a private name of torch (2.5 to 2.13)
             if number == self._pass:
                 return
             self._pass = number
@@ -259,7 +262,7 @@ class BackwardPasses:
 
 
 def _prepare(model: DistributedDataParallel) -> None:
-    """Prepares the reducer as DDP's forward does, for a backward pass that has begun."""
+    """Prepares the reducer for a backward pass that has begun, as DDP's forward does."""
     if model.find_unused_parameters or model.static_graph:
         name = "find_unused_parameters" if model.find_unused_parameters else "static_graph"
         raise RuntimeError(
@@ -276,9 +279,9 @@ def _prepare(model: DistributedDataParallel) -> None:
 
 
 def _accumulates_in(model: DistributedDataParallel) -> bool:
-    """Whether the current backward pass accumulates gradients in parameters; ``torch.autograd.grad`` does not.
+    """Returns whether the current backward pass accumulates gradients in parameters; ``torch.autograd.grad`` does not.
 
-    It matters with ``find_unused_parameters`` and ``static_graph`` only: else the reducer can be prepared twice.
+    This matters only with ``find_unused_parameters`` and ``static_graph``: otherwise the reducer can be prepared twice.
     """
     nodes = (get_gradient_edge(each).node for each in model.parameters() if each.requires_grad)
     try:
@@ -288,10 +291,10 @@ def _accumulates_in(model: DistributedDataParallel) -> bool:
 
 
 def check_has_trainable_parameters(module: Module) -> None:
-    """Refuses a module for which there is no gradient to exchange.
+    """Checks that a module has a gradient to exchange.
 
     Raises:
-        ValueError: If no parameter needs a gradient.
+        ValueError: If no parameter requires a gradient.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
@@ -303,10 +306,11 @@ def check_has_trainable_parameters(module: Module) -> None:
 
 @contextmanager
 def _stream_for_ddp(device: torch.device) -> Generator[None, None, None]:
-    """On a GPU a side stream, where DDP must be made for CUDA graphs to work later (torch's CUDA notes).
+    """Switches to a side stream on a GPU, where DDP must be created for later CUDA graphs (torch's CUDA notes).
 
-    DDP reads and, before torch 2.7, overwrites the module there. The current stream may still be at an optimizer step
-    before, and at the next forward pass after it, so each of the two streams waits for the other.
+    DDP reads and, before torch 2.7, overwrites the module in the side stream. The current stream may still execute the
+    previous optimizer step, and executes the next forward pass afterwards, so each of the two streams waits for the
+    other.
     """
     if device.type != "cuda":
         yield
