@@ -21,7 +21,7 @@ HOROVOD_OPTIONS ?= --mpi
 # stay in one process, in order, and use the ranks that the file starts once. pytest does not replace a test process that
 # exited: it would wait indefinitely for the files that another process has taken over. A process that runs only tests
 # without processes waits less.
-SHARDS ?= 4
+SHARDS ?= 5
 CHECK_SHARDS ?= 3
 PYTEST = $(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 

@@ -53,6 +53,11 @@ def release(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
 
+#: Releases for tests of what does not depend on the version: one of each distribution.
+OF_EACH_DISTRIBUTION = [(name, max(MALICIOUS_VERSIONS)) for name in DISTRIBUTIONS]
+of_each_distribution = pytest.mark.parametrize("release", OF_EACH_DISTRIBUTION, ids="=".join)
+
+
 @pytest.fixture
 def fake(tmp_path: Path, release: tuple[str, str]) -> Fake:
     return Fake(tmp_path, *release)
@@ -73,6 +78,7 @@ def test_import_of_torch_prints_one_warning_line_with_the_fix(fake, release):
 
 
 @pytest.mark.processes
+@of_each_distribution
 def test_nothing_is_registered_even_where_the_script_imports_it(fake, release):
     package = DISTRIBUTIONS[release[0]][-1]
     module = "lightning.fabric.strategies" if package == "lightning" else "lightning_fabric.strategies"

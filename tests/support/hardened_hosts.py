@@ -2,6 +2,7 @@
 
     python -m tests.support.hardened_hosts no_proc no_pidfd -- python train.py
 
+Imports stand in functions, because the process that sets the conditions needs no torch, whose import takes a second.
 Each condition holds for the command and for all processes that it starts, and for no other process of this host.
 """
 
@@ -13,12 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-
-import pytest
-
-from tests.support.ranks import run_command
 
 _CLONE_NEWNS = 0x20000
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
@@ -37,17 +34,33 @@ def _mounts() -> list[str]:
     return [line for line in Path("/proc/mounts").read_text().splitlines() if "/run/netns" not in line]
 
 
+def _prefix(conditions: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.hardened_hosts", *conditions.split(), "--"]
+
+
+@cache
+def _why_not(conditions: str) -> str | None:
+    """Returns why this host does not permit the conditions, or None."""
+    from tests.support.ranks import run_command
+
+    probe = run_command(*_prefix(conditions), "true")
+    return None if probe.returncode == 0 else (probe.stdout.splitlines() or ["no reason"])[-1]
+
+
 def run_hardened(
     *command: object, conditions: str, timeout_s: float = 150, **env: str
 ) -> "subprocess.CompletedProcess[str]":
     """Runs a command under conditions, separated by spaces. Skips the test if this host does not permit them."""
+    import pytest
+
+    from tests.support.ranks import run_command
+
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the numbers of system calls are those of Linux on x86-64")
-    prefix = [sys.executable, "-m", "tests.support.hardened_hosts", *conditions.split(), "--"]
+    prefix = _prefix(conditions)
     mounts = _mounts()
-    probe = run_command(*prefix, "true")
-    if probe.returncode != 0:
-        pytest.skip(f"{conditions} cannot be made: {(probe.stdout.splitlines() or ['no reason'])[-1]}")
+    if (reason := _why_not(conditions)) is not None:
+        pytest.skip(f"{conditions} cannot be made: {reason}")
     with tempfile.TemporaryDirectory() as directory:
         ran = run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
     assert _mounts() == mounts, "the conditions hold for the command alone"
