@@ -1,6 +1,6 @@
-"""Elastic training over Horovod: ranks may die, leave and join while ``fit`` runs.
+"""Elastic training over Horovod: ranks may fail, leave, and join during ``fit``.
 
-``horovodrun --host-discovery-script ...`` starts ranks as hosts come and gives each rank its place in the next world.
-The ranks keep a commit of their state in memory. When the world changes, all go back to the newest commit, without a
-new process, and share out the samples that are left. Read :mod:`.fit` first.
+``horovodrun --host-discovery-script ...`` starts ranks when hosts join, and assigns each rank its number in the next
+world. The ranks hold a commit of their state in memory. When the world changes, all ranks restore the newest commit
+without a restart of their processes, and shard the remaining samples again. Read :mod:`.fit` first.
 """

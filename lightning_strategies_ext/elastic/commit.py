@@ -1,11 +1,11 @@
-"""A commit: the state of a run, copied into the memory of each rank.
+"""Commits: copies of the training state in the memory of each rank.
 
-What a checkpoint of Lightning's has is the same on all ranks: weights, optimizers, schedulers, precision, loops with
-the position in the data, callbacks. What is each rank's own stays with it: random numbers, metrics, buffers. What they
-count together is in it as a whole, too (:mod:`.totals`).
+The content of a Lightning checkpoint is the same on all ranks: weights, optimizers, schedulers, precision, loops with
+their position in the data, callbacks. Random states, metrics, and buffers are specific to each rank. A commit also
+contains the totals that the ranks accumulate together (:mod:`.totals`).
 
-Tensors are copied into those of the commit before, so that commits after the first allocate nothing. Those of a GPU are
-in pinned memory if there is room for it, and waited for together.
+Tensors are copied into the tensors of the previous commit, so that only the first commit allocates memory. Copies from
+a GPU go to pinned memory if enough is free, and are synchronized together.
 """
 
 import copy
@@ -31,7 +31,7 @@ from lightning_strategies_ext.uneven.step_state import StepState
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in a structure."""
+    """Placeholder of a tensor in a nested structure."""
 
     index: int
     shape: torch.Size
@@ -43,18 +43,18 @@ class Shared:
     """The part of a commit that is the same on all ranks, without its tensors.
 
     Attributes:
-        batches: Batches done in all epochs.
-        step: Optimizer steps done.
-        world_size: Number of ranks.
+        batches: Number of batches done in all epochs.
+        step: Number of optimizer steps done.
+        world_size: Number of ranks at the commit.
         first_world_size: Number of ranks when ``fit`` began.
-        checkpoint: Lightning's, with a slot for each tensor.
+        checkpoint: Lightning checkpoint, with a slot for each tensor.
         modes: ``training`` of each submodule by name.
         parameters: Shape and ``requires_grad`` of each parameter by name.
         omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a slot for each.
-        slots: Those slots.
-        totals: What the ranks have added up in this epoch, if that can be said.
-        settings: Those of the Trainer and its loops that callbacks may change.
-        found: Attributes of the module that finders have set, with their values.
+        slots: Slots of ``checkpoint`` and ``omitted``.
+        totals: Values that the ranks have accumulated in this epoch; None if the ranks have logged different values.
+        settings: Attributes of the Trainer and its loops that callbacks may change.
+        found: Attributes of the module that tuning callbacks have set, with their values.
     """
 
     batches: int
@@ -72,28 +72,28 @@ class Shared:
 
 
 class CommitTooLargeError(RuntimeError):
-    """This host has not the memory for a commit of each of its ranks."""
+    """The memory of this host is too small for the commits of its ranks."""
 
 
 class Commit:
-    """The newest state that a rank can go back to.
+    """Newest state that a rank can restore.
 
     Args:
-        num_local_ranks: How many ranks this host has, which are about to take memory for commits together; 1 for a rank
-            that comes to others, who have taken theirs.
+        num_local_ranks: Number of ranks of this host that are about to allocate their first commits; 1 for a rank that
+            joins, because the other ranks have already allocated theirs.
 
     Attributes:
-        shared: What all ranks have; None before the first commit.
+        shared: State that is the same on all ranks; None before the first commit.
     """
 
-    #: What to do where memory is short.
+    #: Remedy for a lack of memory, as text for users.
     cure = "Start fewer ranks per host (`devices=...`)"
     _can_be_pinned = True
 
     def __init__(self, num_local_ranks: int) -> None:
         self.shared: Shared | None = None
         self._num_local_ranks = num_local_ranks
-        self._free = free_memory()  # before any of them takes some
+        self._free = free_memory()  # before the ranks of this host allocate commits
         self._may_pin = False
         self._tensors: list[Tensor] = []
         self._own: Any = None
@@ -101,31 +101,31 @@ class Commit:
 
     @property
     def batches(self) -> int:
-        """Batches that were done in all epochs; -1 without a commit."""
+        """Number of batches done in all epochs at the commit; -1 without a commit."""
         return -1 if self.shared is None else self.shared.batches
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done; -1 without a commit."""
+        """Number of optimizer steps done at the commit; -1 without a commit."""
         return -1 if self.shared is None else self.shared.step
 
     def has_parts_of(self, world_size: int) -> bool:
-        """Whether this rank has what is its own, and the ranks have been as many."""
+        """Returns whether the rank-specific state is available and the commit's world had the given number of ranks."""
         return self._own is not None and self.shared is not None and self.shared.world_size == world_size
 
     def take(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
-        """Copies the state, between two optimizer steps; called by all ranks together.
+        """Copies the state between two optimizer steps. Collective: all ranks call it.
 
         Args:
             trainer: The Trainer.
             first_world_size: Number of ranks when ``fit`` began.
-            collectives: Of the ranks.
+            collectives: Collectives of the ranks.
 
         Raises:
-            CommitTooLargeError: If this host has not the memory.
-            torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it the state.
+            CommitTooLargeError: If this host has too little memory.
+            torch.distributed.DistBackendError: If a collective between GPUs was aborted, so that the state is invalid.
         """
-        # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
+        # `dump_commit` calls hooks of users, which may wait for other ranks. No code after the totals waits.
         checkpoint = trainer_stages.dump_commit(trainer)
         totals = Totals.of(trainer, collectives)
         found: list[Tensor] = []
@@ -149,13 +149,13 @@ class Commit:
         self._write(shared, found)
 
     def note(self, step: int) -> None:
-        """Called before each step with the number of those done; it is of use to nobody else."""
+        """Records the number of optimizer steps done. Called before each step; a no-op in this class."""
 
     def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
-        """Called at the end of ``fit``: nobody goes back to here, if the memory is that of this process."""
+        """Called at the end of ``fit``. A no-op here: a commit in the memory of this process is not needed any more."""
 
     def _copy_own(self, trainer: "pl.Trainer") -> Any:
-        """What is this rank's and in no checkpoint, random numbers aside."""
+        """Returns the rank-specific state that no checkpoint contains, without random states."""
         return StepState(trainer)
 
     def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
@@ -166,18 +166,18 @@ class Commit:
         for index, (old, tensor) in enumerate(zip(self._tensors, found, strict=False)):
             if (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
                 kept[index] = old
-        self._tensors = []  # those that do not fit are freed before others are made
+        self._tensors = []  # frees tensors of other shapes before new ones are allocated
         self._tensors = copy_to_host(found, kept, may_pin=self._may_pin)
         self.shared = shared
 
     def _check_fits(self, slots: list[Slot]) -> None:
-        """Refuses a commit for which there is no memory.
+        """Checks that this host has enough memory for a commit, and decides whether to pin the memory.
 
         Args:
-            slots: Of the commit.
+            slots: Slots of the commit.
 
         Raises:
-            CommitTooLargeError: If there is none.
+            CommitTooLargeError: If there is too little memory.
         """
         num_bytes = sum(slot.shape.numel() * slot.dtype.itemsize for slot in slots)
         if num_bytes * self._num_local_ranks > self._free:
@@ -191,43 +191,44 @@ class Commit:
         self._may_pin = is_of_gpu and pinned * self._num_local_ranks <= self._free
 
     def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
-        """Takes the commit of another rank; called by all ranks, of which some may have it already.
+        """Receives the commit of another rank. Collective: all ranks call it, also those that have the commit.
 
         Args:
-            collectives: What carries it.
-            src: The rank that has it.
-            shared: As that rank has it.
-            is_behind: Whether this rank does not.
+            collectives: Collectives of the ranks.
+            src: Rank that sends its commit.
+            shared: Shared state of that rank.
+            is_behind: Whether this rank lacks the commit.
 
         Raises:
-            CommitTooLargeError: If this host has not the memory.
+            CommitTooLargeError: If this host has too little memory.
         """
         assert shared is not None
         tensors = self._tensors
-        # What a callback keeps besides its state, such as ModelCheckpoint's `current_score`, may be on some ranks only.
+        # Attributes of a callback, such as ModelCheckpoint's `current_score`, may hold a tensor on some ranks only.
         is_other = is_behind or self.shared is None or self.shared.slots != shared.slots
         if is_other:
             self._check_fits(shared.slots)
             tensors = [torch.empty(slot.shape, dtype=slot.dtype, pin_memory=self._may_pin) for slot in shared.slots]
         collectives.broadcast_tensors(tensors, src)
-        if is_other:  # from here on, when all of it is there
+        if is_other:  # only after all tensors have arrived
             self.shared, self._tensors = shared, tensors
         if is_behind:
             self._own = self._random = None
 
     def checkpoint(self) -> dict[str, Any]:
-        """The checkpoint of Lightning's, with tensors of its own."""
+        """Returns the Lightning checkpoint, with new copies of its tensors."""
         assert self.shared is not None
         filled: dict[str, Any] = _filled(self.shared.checkpoint, self._tensors)
         return filled
 
     def restore(self, trainer: "pl.Trainer", rank: int, *, are_the_same: bool) -> None:
-        """Makes a Trainer's state that of the commit.
+        """Restores the state of a Trainer from the commit.
 
         Args:
             trainer: The Trainer.
-            rank: Of this process.
-            are_the_same: Whether each rank has what was its own, so that nothing is missing when that is added up.
+            rank: Rank of this process.
+            are_the_same: Whether every rank has its rank-specific state, so that the sums over all ranks are complete.
+                If not, the totals are restored.
         """
         assert self.shared is not None
         module = trainer.lightning_module
@@ -252,7 +253,7 @@ class Commit:
         self.restore_random()
 
     def find_difference(self, trainer: "pl.Trainer") -> str | None:
-        """Names the first parameter or parameter group that differs from the commit's; None if all are the same."""
+        """Describes the first parameter or parameter group that differs from the commit; None if there is none."""
         assert self.shared is not None
         there = {name: shape for name, (shape, _) in self.shared.parameters.items()}
         here = {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()}
@@ -264,13 +265,13 @@ class Commit:
         sizes_there = [_group_sizes(state.get("param_groups", [])) for state in states]
         sizes_here = [_group_sizes(optimizer.param_groups) for optimizer in trainer.optimizers]
         for index, (old, new) in enumerate(zip_longest(sizes_there, sizes_here)):
-            if old != new and old != []:  # an optimizer of the user's may keep its groups elsewhere
+            if old != new and old != []:  # a custom optimizer may store its groups elsewhere
                 found = _groups_text(old), _groups_text(new)
                 return f"optimizer {index} {found[0]} in the commit, and {found[1]} on this rank"
         return None
 
     def restore_random(self) -> None:
-        """Makes random numbers those of the commit; again before the first step, since loaders draw some."""
+        """Restores the random states. Called again before the first step, because DataLoaders draw random numbers."""
         if self._random is not None:
             user_modules.set_random_states(self._random)
 
@@ -279,7 +280,7 @@ def copy_model(trainer: "pl.Trainer") -> Callable[[], None]:
     """Copies the module's structure and tensors, and the parameter groups.
 
     Returns:
-        A function that undoes later changes to them.
+        A function that reverts later changes to them.
     """
     modules = [*trainer.lightning_module.modules()]
     modes = [module.training for module in modules]
@@ -321,7 +322,7 @@ def _overwrite(tensor: Tensor, value: Tensor) -> None:
 
 
 def _omitted_tensors(module: "pl.LightningModule", state_dict: dict[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers that a ``state_dict`` omits: frozen weights, for example, or non-persistent buffers."""
+    """Returns parameters and buffers that a ``state_dict`` omits, such as frozen weights or non-persistent buffers."""
     return {name: tensor.detach() for name, tensor in tensors_of(module).items() if name not in state_dict}
 
 

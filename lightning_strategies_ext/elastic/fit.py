@@ -2,25 +2,25 @@
 
 Lightning's training loop runs in one *world* after another, in the same process::
 
-    enter a world -> train -> a rank dies, or hosts have come or gone -> leave it -> enter the next -> ...
+    enter a world -> train -> a rank fails, or hosts join or leave -> leave the world -> enter the next -> ...
 
-- **Commit**: every n optimizer steps, where a window of accumulation begins, each rank copies its state
+- **Commit**: every n optimizer steps, at the start of an accumulation window, each rank copies its state
   (:mod:`.commit`).
-- **A rank dies**: whatever the others wait for fails within milliseconds, and all leave the world.
-- **Hosts have come or gone, or a rank gets a SIGTERM**: all ranks agree on a step, as they do on a SIGTERM elsewhere
-  (:mod:`...failure.stop_agreement`; no step waits for it), commit before it, and leave the world. Nothing is repeated.
-- **Entering a world**: ranks are numbered, and rendezvous (:mod:`.membership`); all restore the newest commit
-  that any of them has. Those that lack it, because they are new or were a step behind, receive it. Loaders are made
-  anew, and share out what is left of the epoch (:mod:`.sampler`).
+- **A rank fails**: the pending collectives of the other ranks fail within milliseconds, and all ranks leave the world.
+- **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a step, as for any SIGTERM
+  (:mod:`...failure.stop_agreement`; no step waits for the agreement), commit before that step, and leave the world. No
+  step is repeated.
+- **Entering a world**: each rank gets its number, and the ranks rendezvous (:mod:`.membership`). All ranks restore the
+  newest commit of any rank; ranks without it, because they are new or were a step behind, receive it. DataLoaders are
+  created again, and shard the remaining samples of the epoch (:mod:`.sampler`).
 
-A rank that joins runs its script from the beginning. All that comes before the training loop, it does alone: its
-collectives return its own values until it has entered the world. If it cannot restore the commit, because the
-``on_train_start`` hooks of the other ranks have added modules or parameter groups, it calls its own hooks alone, too,
-and tries again. On all ranks, Lightning then calls the hooks in the new world; what they change in the module and its
-optimizers is undone.
+A rank that joins runs its script from the beginning. Up to the training loop it runs alone: its collectives return its
+own values until it has entered the world. If it cannot restore the commit, because the ``on_train_start`` hooks of the
+other ranks have added modules or parameter groups, it first calls its own hooks, also alone, and restores again. On all
+ranks, Lightning then calls the hooks in the new world; their changes to the module and its optimizers are reverted.
 
-What it does not promise: that a rank may die before the first training step, or while Horovod connects the ranks of a
-new world (some 0.1 s); the job then ends.
+Limitations: the job ends if a rank fails before the first training step, or while Horovod connects the ranks of a new
+world (about 0.1 s).
 """
 
 import logging
@@ -52,22 +52,22 @@ from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
-#: How long the driver may take to give survivors a place before they save a checkpoint, in seconds. It has one for them
-#: at once if there are enough slots.
+#: Time for which surviving ranks wait for a rank in the next world before they save a checkpoint, in seconds. The
+#: driver assigns ranks immediately if there are enough slots.
 SAVE_AFTER_S = 5.0
-#: How long the driver may take to say to a rank that got a SIGTERM while it waited for a place that there is none for
-#: it, in seconds. It does at once, but for when it has ended the job.
+#: Time for which a rank that got a SIGTERM while it waited for a rank waits for the driver's reply that it is not
+#: needed, in seconds. The driver replies immediately, unless it has ended the job.
 ANSWER_S = 0.5
-#: How long a rank that got a SIGTERM within a validation goes on, in seconds: after it, no step is repeated. Whoever
-#: sends one waits for longer before a SIGKILL, torchrun's agents 30 s.
+#: Time for which a rank continues a validation after a SIGTERM, in seconds: if the validation ends in time, no step is
+#: repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
 VALIDATES_ON_S = 5.0
-#: The exit code of a rank that leaves after a SIGTERM. The driver takes 0 for the end of the whole job.
+#: Exit code of a rank that leaves after a SIGTERM. The driver interprets 0 as the end of the whole job.
 _LEFT = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
 
 
 def next_fit_number() -> int:
-    """The number of a ``fit`` in this process, from 1; of a script's, it is the same in each process that runs it."""
+    """Returns the number of a ``fit`` in this process, from 1. Processes that run one script number its calls alike."""
     return next(_fit_numbers)
 
 
@@ -76,11 +76,11 @@ class _WorldChange(Exception):  # noqa: N818
 
 
 class ElasticStrategy(Protocol):
-    """What a strategy does for an elastic ``fit``."""
+    """Interface of a strategy that an elastic ``fit`` uses."""
 
     @property
     def global_rank(self) -> int:
-        """Of this process, in this world."""
+        """Rank of this process in this world."""
 
     @property
     def world_size(self) -> int:
@@ -88,46 +88,46 @@ class ElasticStrategy(Protocol):
 
     @property
     def collectives(self) -> Collectives:
-        """Of this world's ranks."""
+        """Collectives of the ranks of this world."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes checkpoints."""
+        """Plugin that writes checkpoints."""
 
     def barrier(self, name: str) -> None:
         """Returns when every rank has called it."""
 
     def take_rank(self) -> None:
-        """Makes this process the rank that its membership says."""
+        """Applies the rank that the membership has assigned to this process."""
 
     def take_part(self) -> None:
-        """Lets this rank's collectives be those of all, from here on."""
+        """Connects this rank's collectives to those of the other ranks."""
 
     def answering_alone(self) -> AbstractContextManager[None]:
-        """Lets this rank's collectives return its own values inside it."""
+        """Returns a context manager in which this rank's collectives return its own values."""
 
     def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks of a world do together."""
+        """Starts the failure monitor, the stop agreement, and the gradient exchange of this world."""
 
     def leave_world(self, *, agreed: bool) -> None:
-        """Ends it; ``agreed`` says whether all ranks leave before the same step."""
+        """Stops them; ``agreed`` states whether all ranks leave before the same step."""
 
     def fall_silent(self) -> None:
-        """Lets this rank end without the others, who go on."""
+        """Prepares the exit of this rank alone: the other ranks continue."""
 
 
 class ElasticFit:
-    """One rank's part in a ``fit`` whose ranks may change.
+    """Runs one rank's ``fit`` in a world whose ranks may change.
 
     Args:
         strategy: The strategy.
         trainer: The Trainer, in ``fit``.
-        membership: Of this process.
-        commit_every_n_steps: Optimizer steps between commits.
-        scales_learning_rate: Whether learning rates follow the number of ranks if no callback says so.
-        number: From :func:`next_fit_number`.
-        commit: What ranks go back to; there may be one from an earlier process.
-        has_begun: Whether it has on other ranks, or in earlier processes.
+        membership: Membership of this process.
+        commit_every_n_steps: Number of optimizer steps between commits.
+        scales_learning_rate: Whether learning rates scale with the number of ranks if no callback defines a policy.
+        number: Number of this ``fit``, from :func:`next_fit_number`.
+        commit: Commit of this rank, possibly from an earlier process.
+        has_begun: Whether the ``fit`` has begun on other ranks or in earlier processes.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ElasticFit:
         self._leaves_with: BaseException = SIGTERMException(_LEFT)
         self._is_first_step = False
         self._num_shared_out = 0
-        self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
+        self._epoch_of_loaders: int | None = None  # epoch in which the DataLoaders began, if not at its start
         self._saved: Path | None = None
         self._has_begun = has_begun
         self._is_fresh = has_begun  # whether this process has neither begun the `fit` nor restored a commit
@@ -167,20 +167,20 @@ class ElasticFit:
         self._schedulers: list[Any] = []
         self._is_running = False
         self._is_in_trial = False
-        self._has_entered = False  # a world before the first commit, for a trial
+        self._has_entered = False  # whether a trial has entered a world before the first commit
 
     def close(self) -> None:
-        """Leaves the Trainer as it was."""
+        """Restores the Trainer's original methods and stops the listener."""
         self._undo()
         if self._allow_trials is not None:
             self._allow_trials()
         self._listener.close()
 
     def leave(self, with_error: BaseException | None = None) -> None:
-        """Lets this rank leave, and the others go on; for a signal handler.
+        """Requests that this rank leaves while the other ranks continue; for a signal handler.
 
         Args:
-            with_error: What it raises then; by default a SIGTERMException.
+            with_error: Exception that ``fit`` raises when the rank leaves; by default a SIGTERMException.
         """
         if with_error is not None:
             self._leaves_with = with_error
@@ -199,7 +199,8 @@ class ElasticFit:
             try:
                 self._enter()
                 train()
-                self._strategy.barrier("end of elastic training")  # or one may be gone that the others need
+                # Without it, a rank could exit that the other ranks need in a next world.
+                self._strategy.barrier("end of elastic training")
                 self._commit.take_last(self._trainer, self._first_world_size, self._strategy.collectives)
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
@@ -215,7 +216,7 @@ class ElasticFit:
             self._find_next_world()
 
     def _run_trial(self, train: Callable[[], None]) -> None:
-        """Trains for a callback that looks for a learning rate or batch size: nothing of it is in a commit."""
+        """Trains for a callback that searches a learning rate or batch size; no commit contains the result."""
         if not self._has_begun and not self._has_entered:
             self._strategy.take_part()
             self._strategy.enter_world(self._trainer)
@@ -227,10 +228,10 @@ class ElasticFit:
             self._is_in_trial = before
 
     def _enter(self) -> None:
-        """Takes on the state that the ranks of this world agree on."""
+        """Enters the world; if training has begun, first restores the newest commit of its ranks."""
         if self._allow_trials is not None:
             self._allow_trials()
-        if not self._is_running:  # what `on_fit_start` hooks have changed is not changed again
+        if not self._is_running:  # keeps changes that `on_fit_start` hooks have made
             self._settings = trainer_stages.settings_of(self._trainer)
             self._schedulers = [*self._trainer.lr_scheduler_configs]
             self._is_running = True
@@ -241,7 +242,7 @@ class ElasticFit:
             self._check_is_same_fit()
         self._strategy.take_part()
         if self._has_begun:
-            newest = max(self._membership.members, key=lambda member: member.batches)  # the first of several
+            newest = max(self._membership.members, key=lambda member: member.batches)  # the lowest rank of several
             if newest.batches < 0:
                 raise RuntimeError(
                     "A rank was lost before the first training step, so there is no commit to go back to. Start again."
@@ -292,7 +293,7 @@ class ElasticFit:
             self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._membership.members))
 
     def _restore_commit(self, are_the_same: bool) -> None:
-        if self._undo_hooks is not None:  # another rank was lost while they ran
+        if self._undo_hooks is not None:  # another rank was lost while the hooks ran
             self._undo_hooks()
         problem = self._try_to_restore(are_the_same)
         if problem is not None:
@@ -308,10 +309,10 @@ class ElasticFit:
         self._is_fresh = False
 
     def _try_to_restore(self, are_the_same: bool) -> Exception | None:
-        """Restores the commit; returns why a process that has not done so before could not."""
+        """Restores the commit; returns the error if a process that has not restored a commit before fails to."""
         trainer = self._trainer
         trainer_data.forget_data(trainer)
-        # Hooks that run next find what they found when training began, the `on_train_start` hooks included.
+        # The next hooks, `on_train_start` included, must find the settings from before the training.
         trainer_stages.apply_settings(trainer, self._settings)
         trainer.lr_scheduler_configs[:] = self._schedulers
         self._num_shared_out, self._epoch_of_loaders = 0, None
@@ -326,7 +327,7 @@ class ElasticFit:
         return problem if difference is None else ValueError(difference)
 
     def after_train_start(self) -> None:
-        """Undoes what ``on_train_start`` hooks have changed in a restored module, optimizers and settings."""
+        """Reverts changes of ``on_train_start`` hooks to the restored module, optimizers, and settings."""
         if self._undo_hooks is not None:
             self._undo_hooks()
             self._undo_hooks = None
@@ -334,21 +335,21 @@ class ElasticFit:
             trainer_stages.apply_settings(self._trainer, self._commit.shared.settings)
 
     def _before_epoch(self) -> None:
-        # Loaders that began within an epoch have the length of what was left of it.
+        # DataLoaders that began within an epoch have the length of its remainder.
         epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         if self._epoch_of_loaders not in (None, epoch):
             trainer_data.forget_training_data(self._trainer)
             self._epoch_of_loaders = None
-            with isolate_rng():  # which whoever has not been interrupted does not draw from here
+            with isolate_rng():  # ranks without an interruption draw no random numbers here
                 self._trainer.fit_loop.setup_data()
 
     # --- between two training steps ---
 
     def before_train_step(self, world: StageContext) -> None:
-        """Commits if it is time, and leaves the world if the ranks have agreed to.
+        """Commits if a commit is due, and leaves the world if the ranks have agreed to.
 
         Args:
-            world: That this rank is in.
+            world: Stage context of the current world.
         """
         trainer = self._trainer
         if self._is_in_trial:
@@ -359,7 +360,7 @@ class ElasticFit:
             self._is_first_step = False
         self._commit.note(trainer.global_step)
         if trainer_signals.is_accumulating(trainer):
-            return  # gradients of a part of a window are in no commit
+            return  # commits contain no partly accumulated gradients
         must_change = self._is_leaving or self._listener.has_changed
         if must_change:
             world.request_stop()
@@ -375,7 +376,7 @@ class ElasticFit:
         )
 
     def before_evaluation_step(self, world: StageContext) -> None:
-        """Lets this rank leave within a long validation; the others go back to their commit when they miss it."""
+        """Lets this rank leave during a long validation; the other ranks then detect its loss and restore a commit."""
         asked_at = self._asked_to_leave_at
         is_leaving = asked_at is not None and time.monotonic() - asked_at > VALIDATES_ON_S
         if is_leaving:
@@ -387,7 +388,7 @@ class ElasticFit:
     # --- loaders ---
 
     def share_out(self, loader: Any) -> None:
-        """Gives a training loader this rank's share of what is left of the epoch."""
+        """Shards the remaining samples of the epoch for a training DataLoader of this rank."""
         world_size = self._strategy.world_size
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         sampler = share_out(
@@ -398,7 +399,7 @@ class ElasticFit:
             lambda: progress.current.ready,
         )
         states = trainer_data.loader_states(self._trainer)
-        if self._num_shared_out < len(states):  # now, since the Trainer asks for the length next
+        if self._num_shared_out < len(states):  # now, because the Trainer reads the length next
             sampler.load_state_dict(states[self._num_shared_out])
             self._epoch_of_loaders = states[self._num_shared_out]["epoch"]
         self._num_shared_out += 1
@@ -408,7 +409,7 @@ class ElasticFit:
     def _find_next_world(self) -> None:
         done = self._trainer.global_step
         while True:
-            # A later change may not be part of the next world.
+            # A change from here on may not be part of the next world.
             self._listener.has_changed = False
             try:
                 rank = self._membership.next_rank(self._while_waiting_for_rank)
@@ -460,7 +461,7 @@ class ElasticFit:
         )
 
     def _save(self) -> Path:
-        """Writes the commit as a checkpoint of Lightning's; one rank of each host does, and tells where in any case."""
+        """Returns the path of the commit as a Lightning checkpoint; one rank of each host writes the file."""
         path = Path(self._trainer.default_root_dir, f"elastic-step={self._commit.step}.ckpt").absolute()
         peers, here = [member.peer for member in self._membership.members], Peer.this_process(0).host
         if next(peer.pid for peer in peers if peer.host == here and peer.is_running()) == os.getpid():
@@ -475,7 +476,7 @@ class ElasticFit:
 
 
 def _settings_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:
-    """What callbacks have found out in ``setup``, such as the directory of checkpoints."""
+    """Returns plain attributes of callbacks, which ``setup`` may have set, such as the directory of checkpoints."""
     return [
         {name: value for name, value in vars(callback).items() if isinstance(value, (str, int, float, type(None)))}
         for callback in callbacks
