@@ -1,12 +1,12 @@
-"""The keeper: a process that holds memory for ranks that are ended and started anew, one for each job on a host.
+"""Descriptor store: a process that holds memory files for ranks that torchrun restarts, one for each job on a host.
 
-torchrun's agent answers a failure by ending all ranks of its host and starting them again. What they are to find again
-is in memory files without a name, of which the keeper holds the descriptors: a rank gives it some under a name, and a
-rank that comes later asks for them. No commit goes through the keeper; ranks write to the memory by themselves.
+After a failure, torchrun's agent terminates all ranks of its host and starts them again. State that must survive is in
+unnamed memory files, whose descriptors the store holds: a rank sends it a descriptor under a name, and the restarted
+rank requests the descriptors. Commits do not pass through the store; ranks write to the memory directly.
 
-The first rank starts it. It ends with the agent, however that ends, and with it goes the memory: nothing is left that
-would have to be cleaned. Its socket has a random address, which a file in the user's cache names: other users cannot
-take it first. Both ends of a connection compare users. Linux only.
+The first rank starts the store. It exits when the agent exits for any reason, which frees the memory; no cleanup is
+needed. Its socket has a random address, stored in a file in the user's cache, so that other users cannot bind the
+address first. Both ends of a connection compare user ids. Linux only.
 """
 
 import hashlib
@@ -32,29 +32,29 @@ from lightning_strategies_ext._system.interpreters import python_module
 from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, is_running, start_time
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
-#: What torchrun says to its ranks about the job.
+#: Environment variable in which torchrun passes the id of the job to its ranks.
 RUN_ID = "TORCHELASTIC_RUN_ID"
-#: How long a keeper may take to start, in seconds.
+#: Time within which a store must start, in seconds.
 START_S = 60.0
 _POLL_S = 0.02
-#: How often the keeper checks whether the agent runs where the system has no descriptors of processes, in seconds.
+#: Interval at which the store checks whether the agent runs, in seconds; used only on systems without pidfds.
 _AGENT_POLL_S = 1.0
 _MESSAGE_BYTES = 1 << 16
-_MOST_FILES = 250  # Linux sends 253 at most
+_MOST_FILES = 250  # Linux sends at most 253
 
 
 class KeeperLostError(RuntimeError):
-    """The keeper does not answer any more."""
+    """The descriptor store has exited or does not respond."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job on this host.
+    """A torchrun job on this host.
 
     Attributes:
-        run_id: As torchrun has it.
-        agent: Process id of torchrun's agent here.
-        agent_start: Tells it from a later process with the same number.
+        run_id: Id of the job, from torchrun.
+        agent: Process id of torchrun's agent on this host.
+        agent_start: Start time of the agent, which distinguishes it from a later process with the same id.
     """
 
     run_id: str
@@ -63,10 +63,10 @@ class Job:
 
     @classmethod
     def of_this_process(cls) -> "Job | None":
-        """The job that this process is a rank of; None if torchrun has not started it.
+        """Returns the job of this process; None if torchrun has not started the process.
 
-        The agent is the nearest ancestor that does not know of the job: between it and a rank there may be a shell.
-        Where /proc is missing or hides the ancestors, it is the parent.
+        The agent is the nearest ancestor without the job's environment variable: a shell may run between the agent and
+        a rank. If /proc is missing or hides the ancestors, the agent is the parent.
         """
         run_id = os.environ.get(RUN_ID)
         if run_id is None:
@@ -76,55 +76,55 @@ class Job:
             ancestors = psutil.Process().parents()
             for ancestor in ancestors:
                 agent = ancestor.pid
-                with suppress(psutil.Error):  # one of another user, or that has ended
+                with suppress(psutil.Error):  # the process of another user, or exited
                     if ancestor.environ().get(RUN_ID) == run_id:
                         continue
                 break
             else:
                 if ancestors:
                     return None
-        return cls(run_id, agent, start_time(agent)) if agent else None  # 0: outside of the container
+        return cls(run_id, agent, start_time(agent)) if agent else None  # 0: agent outside of the container
 
     @property
     def file(self) -> Path:
-        """Path of the file with the address of the keeper's socket. The keeper locks the file while it runs.
+        """Path of the file with the address of the store's socket. The store locks the file while it runs.
 
         Raises:
-            OSError: If the user has no directory to which only the user can write.
+            OSError: If no directory is writable by this user only.
         """
         name = json.dumps([host_identity(), self.agent, self.agent_start, self.run_id])
         return _directory() / hashlib.sha256(name.encode()).hexdigest()
 
 
 class Keeper:
-    """A rank's connection to the keeper of its job; starts that if there is none yet.
+    """A rank's connection to the descriptor store of its job. Starts the store if none runs.
 
     Args:
         job: The job.
 
     Raises:
-        KeeperLostError: If there is none, and none can be started.
+        KeeperLostError: If no store runs and none can be started.
     """
 
     def __init__(self, job: Job) -> None:
         self._socket = self._connect(job)
 
     def keep(self, name: str, fd: int) -> None:
-        """Lets the keeper hold a memory file, in the place of what it held under the name.
+        """Stores the descriptor of a memory file; replaces any descriptor that is stored under the name.
 
         Raises:
-            KeeperLostError: If it is gone.
+            KeeperLostError: If the store has exited.
         """
         self._ask({"keep": name}, [fd])
 
     def find(self, prefix: str) -> dict[str, int]:
-        """Descriptors of what it holds, by name.
+        """Returns the stored descriptors, by name.
 
         Args:
-            prefix: What the names begin with; it is taken off.
+            prefix: Prefix of the names; the returned names do not contain it.
 
         Raises:
-            KeeperLostError: If it is gone.
+            KeeperLostError: If the store has exited.
         """
         names, fds = self._ask({"find": prefix}, [])
         return dict(zip(names, fds, strict=True))
@@ -151,7 +151,7 @@ class Keeper:
         process, deadline = None, time.monotonic() + START_S
         while time.monotonic() < deadline:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)  # another process may listen at the address of a lost keeper
+            connection.setblocking(False)  # another process may listen at the address of an exited store
             with suppress(OSError):
                 connection.connect(b"\0" + (file.read_bytes() or b"no keeper yet"))
                 if is_of_this_user(connection):
@@ -165,7 +165,7 @@ class Keeper:
 
 
 def _directory() -> Path:
-    """Returns a private directory in the user's cache, or among the temporary ones if the user has no home."""
+    """Returns a private directory in the user's cache, or in the temporary directory if the user has no home."""
     try:
         return user_cache.create(user_cache.directory("keepers"))
     except OSError:
@@ -173,21 +173,21 @@ def _directory() -> Path:
 
 
 def _start(job: Job, file: Path) -> "subprocess.Popen[bytes]":
-    # In a session of its own: the agent kills those of the ranks. And with no open files of theirs.
+    # In its own session, because the agent kills the sessions of its ranks; without their open files.
     command = python_module(__name__, str(file), str(job.agent), repr(job.agent_start))
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
 
 
 def _serve(path: str, agent_pid: int, agent_start: float) -> None:
-    """Holds memory until the agent ends. Returns at once if another keeper of the job runs.
+    """Holds descriptors until the agent exits. Returns immediately if the job has another store.
 
     Args:
         path: Path of :attr:`Job.file`.
         agent_pid: Process id of torchrun's agent.
         agent_start: Start time of the agent.
     """
-    import fcntl  # not on Windows, where this module can be imported
+    import fcntl  # not available on Windows, where this module can be imported
 
     with suppress(OSError), open(path, "a+b", opener=_for_this_user) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +242,7 @@ def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable
 
 
 def _answer(connection: socket.socket, kept: dict[str, int]) -> bool:
-    """Does what a rank asks for; False if that has gone."""
+    """Processes a request of a rank; returns False if the rank has closed its connection."""
     with suppress(OSError):
         said, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         if not said:

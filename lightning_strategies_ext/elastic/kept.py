@@ -1,8 +1,8 @@
-"""A commit in memory that outlives the process: see :mod:`.keeper`.
+"""Commits in memory that outlives the process, see :mod:`.keeper`.
 
-Each rank has one memory file, which each of its commits overwrites in place: its tensors, and a pickle of all else. A
-header says whether it is whole, and is written last. A rank that is killed while it commits leaves one that is not; the
-other ranks' are the same state.
+Each rank has one memory file, which each commit overwrites in place: the tensors, and a pickle of all other state. A
+header, written last, states whether the commit is complete. A rank that is killed during a commit leaves an incomplete
+one; the commits of the other ranks contain the same state.
 """
 
 import mmap
@@ -27,22 +27,22 @@ from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError,
 from lightning_strategies_ext.elastic.keeper import Keeper
 
 _MAGIC = b"lse-0001"
-_HEADER = struct.Struct("<8sQqQQ")  # magic, whether it is whole, batches, start of the pickle, its size
-_DONE = struct.Struct("<q")  # optimizer steps that the rank has done since
+_HEADER = struct.Struct("<8sQqQQ")  # magic, whether the commit is complete, batches, start of the pickle, its size
+_DONE = struct.Struct("<q")  # optimizer steps that the rank has done, also since the commit
 _DONE_AT = 64  # bytes
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
 class Memory:
-    """A memory file with a commit.
+    """Memory file with a commit.
 
     Args:
-        fd: Its descriptor, owned by this object.
+        fd: Descriptor of the file, owned by this object.
 
     Attributes:
-        fd: See above.
-        head: Its beginning.
+        fd: Descriptor of the file.
+        head: Mapping of the header.
     """
 
     def __init__(self, fd: int) -> None:
@@ -51,16 +51,16 @@ class Memory:
 
     @classmethod
     def create(cls, num_bytes: int) -> "Memory":
-        """Makes one.
+        """Allocates a memory file.
 
         Args:
-            num_bytes: Of the tensors.
+            num_bytes: Size of the tensors, in bytes.
 
         Raises:
-            CommitTooLargeError: If there is no memory for it.
+            CommitTooLargeError: If there is too little memory.
         """
         free = free_memory()
-        if num_bytes > free:  # the kernel would look for it everywhere, for minutes
+        if num_bytes > free:  # the kernel would try to reclaim memory for minutes
             raise CommitTooLargeError(
                 f"A commit has {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this host's memory are free."
             )
@@ -69,7 +69,8 @@ class Memory:
         except OSError as error:
             raise CommitTooLargeError(f"No file for a commit can be created: {error}") from error
         try:
-            os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)  # or a write where there is none would be a SIGBUS
+            # Reserves the memory now: later, a write without free memory would raise SIGBUS.
+            os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)
         except OSError as error:
             os.close(fd)
             raise CommitTooLargeError(f"No memory for a commit of {num_bytes} bytes: {error}") from error
@@ -77,13 +78,13 @@ class Memory:
 
     @property
     def batches(self) -> int:
-        """Batches that were done at the commit; -1 if it is not whole."""
+        """Number of batches done at the commit; -1 if the commit is incomplete."""
         magic, is_whole, batches, _, _ = self._header()
         return int(batches) if magic == _MAGIC and is_whole else -1
 
     @property
     def done(self) -> int:
-        """Optimizer steps that the rank had done, commits aside."""
+        """Number of optimizer steps that the rank has done, also since the commit."""
         return int(_DONE.unpack_from(self.head, _DONE_AT)[0])
 
     @done.setter
@@ -91,16 +92,16 @@ class Memory:
         _DONE.pack_into(self.head, _DONE_AT, steps)
 
     def begin(self) -> None:
-        """Says that it is not whole, before it is written to."""
+        """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.head, 0, _MAGIC, 0, -1, 0, 0)
 
     def end(self, batches: int, start: int, rest: bytes) -> None:
-        """Writes all that is no tensor, and says that the commit is whole.
+        """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
-            batches: That were done.
-            start: Where the tensors end.
-            rest: A pickle.
+            batches: Number of batches done.
+            start: Offset of the end of the tensors, in bytes.
+            rest: Pickle of the state.
         """
         os.posix_fallocate(self.fd, start, len(rest))
         view = memoryview(rest)
@@ -111,12 +112,12 @@ class Memory:
         _HEADER.pack_into(self.head, 0, _MAGIC, 1, batches, start, len(rest))
 
     def rest(self) -> Any:
-        """What was pickled: by a process of this user, or the keeper would not have had it."""
+        """Returns the pickled state. Safe to load: the store accepts descriptors from processes of this user only."""
         _, _, _, start, size = self._header()
         return pickle.loads(os.pread(self.fd, size, start))
 
     def tensors(self, slots: Sequence[Slot]) -> list[Tensor]:
-        """Its tensors, as they lie in the memory."""
+        """Returns the tensors, which share the file's memory."""
         starts, end = layout_of(slots)
         mapping = mmap.mmap(self.fd, end)
         return [
@@ -127,7 +128,7 @@ class Memory:
         ]
 
     def close(self) -> None:
-        """Closes the descriptor; tensors stay."""
+        """Closes the descriptor; tensors remain valid."""
         os.close(self.fd)
 
     def _header(self) -> tuple[Any, ...]:
@@ -147,7 +148,7 @@ def _create_file() -> int:
 
 
 def layout_of(slots: Sequence[Slot]) -> tuple[list[int], int]:
-    """Where tensors lie in a memory file, in bytes, and where they end."""
+    """Returns the offsets of tensors in a memory file, and the end of the last one, in bytes."""
     starts, end = [], _HEADER_BYTES
     for slot in slots:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -156,18 +157,18 @@ def layout_of(slots: Sequence[Slot]) -> tuple[list[int], int]:
 
 
 class KeptCommit(Commit):
-    """The newest state that a rank can go back to, in whatever process it is.
+    """Newest state that a rank can restore, also in a restarted process.
 
     Args:
-        keeper: Of this host.
-        fit: Number of the ``fit``, in this process.
+        keeper: Connection to the descriptor store of this host.
+        fit: Number of the ``fit`` in this process.
         rank: Global rank.
         world_size: Number of ranks.
-        local_rank: On this host.
-        num_local_ranks: How many ranks this host has.
+        local_rank: Local rank.
+        num_local_ranks: Number of ranks of this host.
 
     Attributes:
-        done: Optimizer steps that ranks of this host had done before they were ended; -1 if there is no commit.
+        done: Number of optimizer steps that the ranks of this host had done before their restart; -1 without a commit.
     """
 
     cure = "Start fewer ranks per host (`--nproc-per-node`)"
@@ -182,13 +183,13 @@ class KeptCommit(Commit):
         self._name = str(local_rank)
         self._rank, self._world_size = rank, world_size
         self._memory: Memory | None = None
-        self._slots: list[Slot] | None = None  # of that memory, as its tensors
+        self._slots: list[Slot] | None = None  # of `_memory`, as are `_views`
         self._views: list[Tensor] = []
         self.done = -1
         self._load()
 
     def _load(self) -> None:
-        """Takes the newest commit of this host that is whole, of two that are equal its own."""
+        """Loads the newest complete commit of this host; prefers this rank's own commit among equally new ones."""
         found = {name: Memory(fd) for name, fd in self._keeper.find(self._prefix).items()}
         newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
         if newest is not None and found[newest].batches >= 0:
@@ -217,12 +218,12 @@ class KeptCommit(Commit):
         trainer_logging.set_sums_of_logging(trainer, sums)
 
     def note(self, step: int) -> None:
-        """Tells a later process how far this one has come."""
+        """Records the number of optimizer steps done for a restarted process."""
         if self._memory is not None:
             self._memory.done = step
 
     def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
-        """Copies the state at the end of ``fit``: should a later stage fail, nothing is trained again."""
+        """Commits at the end of ``fit``, so that no step is repeated if a later stage fails."""
         self.take(trainer, first_world_size, collectives)
 
     def _write(self, shared: Shared, found: list[Tensor]) -> None:

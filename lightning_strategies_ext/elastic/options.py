@@ -1,4 +1,4 @@
-"""What a user can say of elastic training, whatever engine carries it."""
+"""Checks of the arguments for elastic training, for all engines."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,19 +8,19 @@ from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 
-#: Optimizer steps between two commits, by default.
+#: Default number of optimizer steps between two commits.
 COMMIT_EVERY_N_STEPS = 100
 
 
 def check_commit_interval(commit_every_n_steps: Any) -> int:
-    """Optimizer steps between two commits.
+    """Returns the number of optimizer steps between two commits.
 
     Args:
-        commit_every_n_steps: As the user said, or None.
+        commit_every_n_steps: Argument of the strategy; None for the default.
 
     Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is less than one.
+        TypeError: If the argument is not a whole number.
+        ValueError: If the argument is less than 1.
     """
     if commit_every_n_steps is None:
         return COMMIT_EVERY_N_STEPS
@@ -28,14 +28,14 @@ def check_commit_interval(commit_every_n_steps: Any) -> int:
 
 
 def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
-    """Refuses what ranks that change cannot have.
+    """Rejects arguments that elastic training does not support.
 
     Args:
-        uneven_inputs: What happens when ranks have different numbers of batches.
-        averages_models: The argument that has models averaged, with its value, if there is one.
+        uneven_inputs: Mode for ranks with different numbers of batches.
+        averages_models: Argument that enables model averaging, with its value; None if there is none.
 
     Raises:
-        ValueError: If it cannot work.
+        ValueError: If an argument is not supported.
     """
     if uneven_inputs == "error":
         raise ValueError(
@@ -50,13 +50,13 @@ def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuses callbacks that replace parameters during training.
+    """Rejects callbacks that replace parameters during training.
 
     Args:
-        callbacks: Those of the Trainer.
+        callbacks: Callbacks of the Trainer.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such a callback.
     """
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
@@ -66,17 +66,18 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def check_is_not_elastic(kind: type, elastic: Any, base: str, **options: Any) -> None:
-    """Refuses, in a strategy that is not elastic, what only elastic ones take.
+    """Rejects the arguments of elastic strategies in a strategy that is not elastic.
 
     Args:
-        kind: The strategy's class.
-        elastic: As the user said. True makes an object of another class, unless it is a subclass of the user's.
-        base: The name of the class that, with ``elastic=True``, makes the other one.
-        **options: Other arguments by name; None where the user said nothing.
+        kind: Class of the strategy.
+        elastic: Argument ``elastic``. With True, ``base`` creates an object of its elastic class, but a subclass of the
+            user cannot.
+        base: Name of the class with the argument ``elastic``.
+        **options: Other arguments by name; None for those that are not set.
 
     Raises:
-        TypeError: If ``elastic`` is True, or no flag.
-        ValueError: If another is given.
+        TypeError: If ``elastic`` is True, or not a bool.
+        ValueError: If another argument is set.
     """
     if check_flag("elastic", elastic):
         other = base.replace("Strategy", "ElasticStrategy")

@@ -1,8 +1,8 @@
-"""What becomes of the batch size and the learning rate when the number of ranks changes: a callback says so.
+"""Policies for the batch size and the learning rate when the number of ranks changes, as callbacks.
 
-Goyal et al. (2017, "Accurate, Large Minibatch SGD") scale the learning rate linearly with the batch of all ranks;
-Krizhevsky (2014, "One weird trick") by the square root. Which of them is right, or neither, depends on the model, so by
-default nothing is scaled.
+Goyal et al. (2017, "Accurate, Large Minibatch SGD") scale the learning rate linearly with the global batch size;
+Krizhevsky (2014, "One weird trick") with its square root. The right choice depends on the model, so nothing is scaled
+by default.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
 class WorldSizePolicy(pl.Callback):
-    """Keeps the batch size of each rank and the learning rate, and says so. Subclass it to do otherwise.
+    """Keeps the batch size of each rank and the learning rate, and logs the change. Subclass it for other policies.
 
-    Without a policy among the Trainer's callbacks, this one is used.
+    Used by default, if the Trainer's callbacks contain no policy.
 
     Example::
 
@@ -27,23 +27,23 @@ class WorldSizePolicy(pl.Callback):
     """
 
     def per_rank_batch_size(self, batch_size: int, first_world_size: int, world_size: int) -> int:
-        """Samples per batch and rank of a training loader; the same on all ranks.
+        """Returns the number of samples per batch and rank of a training DataLoader; must be equal on all ranks.
 
         Args:
-            batch_size: As the loader was given it.
+            batch_size: Batch size that the user has passed to the DataLoader.
             first_world_size: Number of ranks when ``fit`` began.
-            world_size: Number of ranks now.
+            world_size: Current number of ranks.
         """
         return batch_size
 
     def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
-        """Called on all ranks, with the state of the commit restored and loaders not made yet.
+        """Called on all ranks after the commit is restored and before DataLoaders are created.
 
         Args:
             trainer: The Trainer.
             pl_module: The module.
             old: Number of ranks at the commit.
-            new: Number of ranks now.
+            new: Current number of ranks.
         """
         rank_zero_info(
             f"{old} -> {new} ranks: each keeps its batch size, so that a step sees {new / old:g} times as many samples;"
@@ -52,17 +52,17 @@ class WorldSizePolicy(pl.Callback):
 
 
 class KeepGlobalBatch(WorldSizePolicy):
-    """Divides the batch of all ranks among those that there are, so that the learning rate need not change.
+    """Divides the global batch by the current number of ranks, so that the learning rate need not change.
 
-    Where it cannot be divided, ranks take one sample more each.
+    If it is not divisible, the batch size of each rank is rounded up.
     """
 
     def per_rank_batch_size(self, batch_size: int, first_world_size: int, world_size: int) -> int:
-        """See :meth:`WorldSizePolicy.per_rank_batch_size`."""
+        """Returns this rank's part of the global batch at the start of ``fit``, in samples, rounded up."""
         return -(-batch_size * first_world_size // world_size)
 
     def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
-        """Says what is done."""
+        """Logs the change."""
         rank_zero_info(f"{old} -> {new} ranks: the batch of all ranks keeps its size, and is divided by {new}.")
 
 
@@ -73,7 +73,7 @@ class ScaleLearningRate(WorldSizePolicy):
         by: "linear", or "sqrt" for the square root.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If ``by`` has another value.
     """
 
     def __init__(self, by: Literal["linear", "sqrt"] = "linear") -> None:
@@ -89,12 +89,12 @@ class ScaleLearningRate(WorldSizePolicy):
 
 
 def policy_of(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
-    """The policy among a Trainer's callbacks, or the default."""
+    """Returns the policy among a Trainer's callbacks, or the default."""
     return next((callback for callback in callbacks if isinstance(callback, WorldSizePolicy)), default)
 
 
 def scale_learning_rates(trainer: "pl.Trainer", factor: float) -> None:
-    """Multiplies the learning rates of all optimizers, and those that schedulers go back to."""
+    """Multiplies the learning rates of all optimizers, and the base learning rates of schedulers."""
     for optimizer in trainer.strategy.optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= factor

@@ -1,12 +1,13 @@
-"""The samples of an epoch, shared out anew among the ranks of each world, none twice and none left out.
+"""Sharding of an epoch's samples among the ranks of each world; no sample is repeated or omitted.
 
-The order of an epoch is the same in every world: that which Lightning's distributed sampler has for one rank. A world
-of ``size`` ranks that begins where ``done`` samples of it are done gives rank ``r`` the samples
-``order[done:][r::size]``, as Horovod's own elastic sampler does. Unlike with torch's ``DistributedSampler`` none is
-repeated to make ranks even: see :mod:`..uneven`.
+The order of an epoch is the same in every world: that of Lightning's distributed sampler for a single rank. In a world
+of ``size`` ranks that begins after ``done`` samples, rank ``r`` gets the samples ``order[done:][r::size]``, as in
+Horovod's elastic sampler. Unlike in torch's ``DistributedSampler``, no sample is repeated to give all ranks the same
+number: see :mod:`..uneven`.
 
-Where an epoch ends depends on the worlds that it went through, so a batch of one sample could come out of nothing, for
-which layers like batch normalisation raise. There is none: what would be one goes into the batch before, or to others.
+The end of an epoch depends on the sizes of its worlds, so that a batch of one sample could occur at random, for which
+layers such as batch normalization raise. To avoid this, a single sample is added to the previous batch or to other
+ranks' batches.
 """
 
 import copy
@@ -24,17 +25,17 @@ from lightning_strategies_ext._lightning.samplers import users_sampler
 
 
 class ElasticSampler(Sampler[int]):
-    """A rank's samples in one world.
+    """Samples of a rank in one world.
 
     Args:
-        base: What says the order. Its own ranks do not matter.
-        rank: Of this process.
+        base: Sampler that defines the order; its number of replicas and its rank are not used.
+        rank: Rank of this process.
         world_size: Number of ranks.
-        batch_size: Samples per batch and rank.
-        batches_done: Says how many batches of the epoch this rank is past, in all worlds.
+        batch_size: Number of samples per batch and rank.
+        batches_done: Function that returns the number of batches of the epoch that this rank has done, in all worlds.
 
     Attributes:
-        num_past: Batches of the epoch that were before this world.
+        num_past: Number of batches of the epoch that were done before this world.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class ElasticSampler(Sampler[int]):
         self.num_past = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch it is; a new one begins at its beginning."""
+        """Sets the epoch; a new epoch starts with its first sample."""
         if epoch != self._epoch:
             self._epoch, self._done, self.num_past = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
         seed = self._whole.seed + self._epoch
         generator = getattr(users_sampler(self._whole), "generator", None)
-        with isolate_rng():  # a sampler of the user's may draw from any generator
+        with isolate_rng():  # a custom sampler may draw from any generator
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed)
@@ -73,7 +74,7 @@ class ElasticSampler(Sampler[int]):
                 generator.manual_seed(seed)
             self._whole.set_epoch(self._epoch)
             order = list(self._whole)
-        if not len(self):  # a batch to shadow the steps of the others with
+        if not len(self):  # a batch for shadowing the steps of the other ranks
             yield from order[-self._batch_size :]
             return
         end = self._done + self._num_in_full_steps
@@ -82,19 +83,19 @@ class ElasticSampler(Sampler[int]):
             yield from islice(order, end + self._rank, None, self._num_sharers)
 
     def __len__(self) -> int:
-        """Samples that are left of the epoch for this rank."""
+        """Returns the number of remaining samples of the epoch for this rank."""
         return self._num_left_for(self._rank)
 
     def state_dict(self) -> dict[str, int]:
-        """Where in the epoch the ranks are, for a checkpoint."""
+        """Returns the position of the ranks in the epoch, for a checkpoint."""
         here = self._batches_done() - self.num_past
         done = self._done + here * self._batch_size * self._world_size
-        if here >= num_batches(self._num_left_for(0), self._batch_size):  # rank 0 has the most
+        if here >= num_batches(self._num_left_for(0), self._batch_size):  # rank 0 has the most samples
             done = self._num_samples
         return {"epoch": self._epoch, "samples": done, "batches": self.num_past + here}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from there, in a world of any size."""
+        """Continues from a position, in a world of any size."""
         self._epoch, self._done, self.num_past = state["epoch"], state["samples"], state["batches"]
 
     def _num_left_for(self, rank: int) -> int:
@@ -108,19 +109,19 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def _num_sharers(self) -> int:
-        """Ranks that get samples in the last step, if it is not full: not all if some would get only one."""
+        """Number of ranks that get samples in an incomplete last step; fewer than all if a rank would get only one."""
         rest = self._num_samples - self._done - self._num_in_full_steps
         return min(self._world_size, max(1, rest // 2))
 
 
 class ElasticBatchSampler(BatchSampler):
-    """The batches of a rank in one world; the last has a sample more where it would leave one alone.
+    """Batches of a rank in one world; a single last sample is added to the batch before it.
 
     Args:
-        sampler: The samples.
-        batch_size: Samples per batch.
-        drop_last: Whether samples are left out that fill no batch.
-        given: The batch sampler in whose place this is.
+        sampler: Sampler of the rank.
+        batch_size: Number of samples per batch.
+        drop_last: Whether to drop an incomplete last batch.
+        given: Batch sampler that this one replaces.
     """
 
     sampler: ElasticSampler
@@ -141,7 +142,7 @@ class ElasticBatchSampler(BatchSampler):
             yield before
 
     def __len__(self) -> int:
-        """Batches of the epoch for this rank, with those that were before this world."""
+        """Returns the number of batches of the epoch for this rank, including those before this world."""
         left = len(self.sampler)
         return self.sampler.num_past + (
             left // self.batch_size if self.drop_last else num_batches(left, self.batch_size)
@@ -149,7 +150,7 @@ class ElasticBatchSampler(BatchSampler):
 
 
 def num_batches(num_samples: int, batch_size: int) -> int:
-    """How many batches so many samples make, of which none has one sample only if there are more."""
+    """Returns the number of batches for a number of samples; a single last sample belongs to the batch before it."""
     full, rest = divmod(num_samples, batch_size)
     return full + (rest > 1 or (rest == 1 and not full))
 
@@ -157,23 +158,23 @@ def num_batches(num_samples: int, batch_size: int) -> int:
 def share_out(
     loader: Any, rank: int, world_size: int, batch_size_of: Callable[[int], int], batches_done: Callable[[], int]
 ) -> ElasticSampler:
-    """Gives a training loader an :class:`ElasticSampler`, in the place of Lightning's distributed one.
+    """Gives a training DataLoader an :class:`ElasticSampler` in place of Lightning's distributed sampler.
 
     Args:
-        loader: A DataLoader as Lightning has prepared it.
-        rank: Of this process.
+        loader: DataLoader, prepared by Lightning.
+        rank: Rank of this process.
         world_size: Number of ranks.
-        batch_size_of: What becomes of the batch size that the loader was given.
-        batches_done: See :class:`ElasticSampler`.
+        batch_size_of: Function that returns the batch size to use for the DataLoader's batch size.
+        batches_done: Argument of :class:`ElasticSampler`.
 
     Returns:
-        That sampler.
+        The new sampler.
 
     Raises:
-        ValueError: If it has no samples that could be shared out.
+        ValueError: If the DataLoader's samples cannot be sharded.
     """
     batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    if isinstance(batches, ElasticBatchSampler):  # the user's own object, which comes again in each world
+    if isinstance(batches, ElasticBatchSampler):  # the user's DataLoader object, used again in each world
         batches = batches.given
     if type(batches) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         raise ValueError(
@@ -183,9 +184,9 @@ def share_out(
         )
     batch_size = batch_size_of(batches.batch_size)
     shared = ElasticSampler(sampler, rank, world_size, batch_size, batches_done)
-    # DataLoader keeps its users from setting this one by mistake; a new loader could not be one of their own class.
+    # DataLoader forbids to set this attribute; a new DataLoader would lose a subclass of the user.
     vars(loader)["batch_sampler"] = ElasticBatchSampler(shared, batch_size, batches.drop_last, batches)
-    # Lightning keeps the state of loaders that have these, in every checkpoint.
+    # Lightning saves the state of DataLoaders with these methods in every checkpoint.
     loader.state_dict, loader.load_state_dict = shared.state_dict, shared.load_state_dict
     return shared
 

@@ -1,7 +1,7 @@
-"""What ranks add up over an epoch, each a part of it, taken together at a commit.
+"""Totals: values that ranks accumulate over an epoch, each a part, reduced over all ranks at a commit.
 
-So a rank that is lost takes along nothing of what ``self.log(on_epoch=True, sync_dist=True)`` and metrics of
-torchmetrics have counted, and whoever joins counts from there.
+The parts of a lost rank are therefore not lost, for ``self.log(on_epoch=True, sync_dist=True)`` and metrics of
+torchmetrics, and a rank that joins continues from the totals.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,19 +18,19 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_strategies_ext._lightning import trainer_logging, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
-#: How what ranks have is made one; of a list of tensors, of a mean and of a function of the user's it is not known.
+#: Reduction of each state over ranks. Unknown for a list of tensors, a mean, and custom functions, which are omitted.
 _MERGED_BY: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A state that each rank has a part of.
+    """A state of which each rank has a part.
 
     Attributes:
-        module: Name of the metric in the module; None for what ``self.log`` adds up.
-        key: Of the state in the metric; of a logged value, the name by which Lightning keeps it, and that of the state.
+        module: Name of the metric in the module; None for values of ``self.log``.
+        key: Name of the state in the metric; for a logged value, Lightning's key of the value and name of the state.
         op: "sum", "max" or "min".
-        value: This rank's part, or that of all.
+        value: Part of this rank, or value over all ranks.
     """
 
     module: str | None
@@ -41,11 +41,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Totals:
-    """What all ranks together have added up, the same on each.
+    """Values that all ranks have accumulated, the same on each rank.
 
     Attributes:
-        parts: With the values of all, on the CPU.
-        position: Where in the epoch ``self.log`` is.
+        parts: States with their values over all ranks, on the CPU.
+        position: Position of ``self.log`` in the epoch.
     """
 
     parts: list[Part]
@@ -53,10 +53,10 @@ class Totals:
 
     @classmethod
     def of(cls, trainer: "pl.Trainer", collectives: Collectives) -> "Totals | None":
-        """Takes what the ranks have; called by all together, between two steps.
+        """Computes the totals between two steps. Collective: all ranks call it.
 
         Returns:
-            The totals; None where some ranks have logged what others have not, so that there is nothing to add it to.
+            The totals; None if the ranks have different states, for example because they have logged different values.
         """
         parts = list(_parts_of(trainer))
         device = trainer.lightning_module.device
@@ -67,7 +67,7 @@ class Totals:
         return cls([*sums, *extremes], trainer_logging.position_of_logging(trainer))
 
     def restore(self, trainer: "pl.Trainer", rank: int) -> None:
-        """Gives the totals to rank 0, and to the others what changes nothing when all is taken together again."""
+        """Restores the totals on rank 0, and neutral values on the other ranks, so that a reduction is unchanged."""
         logged: dict[str, dict[str, Any]] = {}
         modules = dict(trainer.lightning_module.named_modules())
         for part in self.parts:
@@ -95,16 +95,16 @@ def _parts_of(trainer: "pl.Trainer") -> Iterator[Part]:
 
 
 def _are_alike(parts: list[Part], device: torch.device, collectives: Collectives) -> bool:
-    """Whether all ranks have parts of the same."""
+    """Returns whether all ranks have the same states. Collective: all ranks call it."""
     said = repr([(part.module, part.key, part.op, tuple(part.value.shape)) for part in parts])
-    number = int.from_bytes(blake2b(said.encode(), digest_size=6).digest(), "big")  # a float64 has room for it
+    number = int.from_bytes(blake2b(said.encode(), digest_size=6).digest(), "big")  # exact as a float64
     seen = torch.tensor([number, -number], dtype=torch.float64, device=device)
     largest, smallest = collectives.reduce(seen, reduce_op="max").tolist()
     return bool(largest == -smallest)
 
 
 def _reduced(parts: list[Part], op: str, device: torch.device, collectives: Collectives) -> list[Part]:
-    """Parts with the values of all ranks; those of minima are negated on the way."""
+    """Returns the parts with their values over all ranks; minima are computed as maxima of negated values."""
     if not parts:
         return []
     signs = [-1 if part.op == "min" else 1 for part in parts]
