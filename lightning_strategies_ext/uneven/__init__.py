@@ -1,1 +1,1 @@
-"""Ranks that run out of training batches before the others. It knows no engine."""
+"""Uneven inputs: ranks that run out of training batches before other ranks. Independent of the engine."""

@@ -1,21 +1,21 @@
-"""Uneven inputs: what happens when a rank runs out of training batches before the others.
+"""Uneven inputs: behavior when a rank runs out of training batches before other ranks.
 
-All ranks must take part in every exchange; a rank that is done while others go on would leave them waiting
-for ever. There are three ways out:
+All ranks must take part in every collective; without further measures, a rank that has finished would leave the other
+ranks waiting indefinitely. The modes are:
 
-- "error": all ranks end with an error that says who has how many batches;
-- "stop": all ranks end the epoch together with the first that runs out;
-- "join": a rank that has run out *shadows* the steps of the others. It goes through them with its last batch again, so
-  that whatever they do together (metrics, validation, checkpoints, callbacks, layers that synchronise) it does too, and
-  what it has computed counts for nothing: its gradients, the values it logs and the state of its metrics and buffers.
-  Gradients are averaged over the ranks that have data.
+- "error": all ranks raise an error that states the number of batches of each rank;
+- "stop": all ranks end the epoch when the first rank runs out;
+- "join": a rank that has run out *shadows* the steps of the other ranks. It repeats its last batch, so that it takes
+  part in all collectives (metrics, validation, checkpoints, callbacks, synchronized layers), and its results have no
+  effect: its gradients, logged values, and states of metrics and buffers. Gradients are averaged over the ranks that
+  have data.
 
-Where all ranks know how many batches they have, they tell each other once, when the loaders are made. Where one does
-not (an ``IterableDataset``), each rank draws one batch ahead, and a few bytes travel beside the gradients of each
-optimizer step: whether there is another batch. They are started before the gradients are, so they cost no round trip of
-their own. With "stop" and "join" the end of an epoch is then known at an optimizer step only: a rank that
-runs out within a window of accumulation shadows to its end. With "error" the bytes travel after each batch, and are
-waited for when the next one begins.
+If all ranks know their numbers of batches, they exchange them once, when the DataLoaders are created. If a rank does
+not (an ``IterableDataset``), each rank fetches one batch ahead, and the ranks exchange a few bytes with the gradients
+of each optimizer step: whether each has another batch. This transfer starts before that of the gradients, so it adds no
+round trip. With "stop" and "join", the end of an epoch is then known at optimizer steps only: a rank that runs out
+within an accumulation window shadows the rest of the window. With "error", the transfer starts after each batch and is
+awaited when the next batch begins.
 """
 
 import zlib
@@ -41,11 +41,11 @@ WAYS = ("error", "stop", "join")
 
 
 class Exchange(Protocol):
-    """An exchange of gradients to which ranks may contribute nothing.
+    """Gradient exchange in which ranks may have no contribution.
 
     Attributes:
-        contributors: The ranks that have gradients of their own in the next exchange, in order; None for all.
-        is_held_back: Whether the backward passes of now exchange nothing, since gradients still add up locally.
+        contributors: Ranks that contribute gradients to the next exchange, in order; None for all ranks.
+        is_held_back: Whether backward passes currently exchange nothing, because gradients are accumulated locally.
     """
 
     contributors: Sequence[int] | None
@@ -54,32 +54,33 @@ class Exchange(Protocol):
     def is_held_back(self) -> bool: ...  # noqa: D102
 
     def keep_gradients(self) -> None:
-        """Lets the backward pass that is to come add nothing to this rank's gradients."""
+        """Makes the next backward pass leave this rank's gradients unchanged."""
 
     def finish(self) -> None:
-        """Waits until the gradients are those of all ranks."""
+        """Waits until this rank has the gradients of all ranks."""
 
     def close(self) -> None:
-        """Ends the exchange at the end of the stage."""
+        """Closes the exchange at the end of the stage."""
 
     def share_buffers(self) -> None:
-        """Where all ranks have rank 0's buffers, and it contributes nothing, gives all a contributor's."""
+        """Broadcasts a contributor's buffers, if ranks use the buffers of rank 0 and rank 0 does not contribute."""
 
 
 class UnevenInputsControl:
-    """Keeps the training loops of all ranks in step, for the time of one ``fit``.
+    """Synchronizes the training loops of all ranks during one ``fit``.
 
     Args:
-        way: What happens to ranks that run out.
-        trainer: The Trainer, whose training loaders are not made yet.
-        collectives: Of all ranks.
-        exchange: Of gradients; None with Adasum.
-        rank: Of this process.
+        way: Mode for ranks that run out of batches.
+        trainer: The Trainer, before its training DataLoaders are created.
+        collectives: Collectives of all ranks.
+        exchange: Gradient exchange; None with Adasum.
+        rank: Rank of this process.
         world_size: Number of ranks.
-        device: Of the few numbers that ranks tell each other.
+        device: Device of the few numbers that ranks exchange.
 
     Raises:
-        UnevenInputsError: By any method, if ranks run out at different batches, and nobody said what to do then.
+        UnevenInputsError: By any method, if ranks run out at different batches in mode "error", or if the mode cannot
+            be applied.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class UnevenInputsControl:
         self._rank = rank
         self._world_size = world_size
         self._device = device
-        self._with_next: list[int] | None = None  # the ranks that had another batch, when last heard; None for all
-        self._last_exchanged = 0  # the number of the batch
+        self._with_next: list[int] | None = None  # ranks with another batch, as of the last transfer; None for all
+        self._last_exchanged = 0  # number of the batch
         self._lengths: list[float] = []
         self._fetcher: EvenFetcher | None = None
-        self._arranged: Any = None  # the fetcher that was looked at last, or what took its place
+        self._arranged: Any = None  # the fetcher that was last examined, or its replacement
         self._batch = Batch()
         self._hear_others: Callable[[], Tensor] | None = None
         self._is_in_step = False
@@ -111,28 +112,28 @@ class UnevenInputsControl:
         self._leaving.callback(trainer_data.after_setup_data(trainer, self._arrange))
 
     def close(self) -> None:
-        """Leaves the Trainer as it was, and the exchange. A second call does no harm."""
+        """Restores the Trainer and the exchange. Repeated calls are no-ops."""
         self._leaving.close()
         if self._exchange is not None:
             self._exchange.contributors = None
-        # The Trainer keeps its fetcher, which knows this object: the model in DDP would live as long as the Trainer.
+        # The Trainer keeps its fetcher, which references this object and thereby the model in DDP.
         self._exchange = None
 
     @property
     def is_needed(self) -> bool:
-        """Whether this epoch has anything to look after in its steps; not if all ranks have as many batches."""
+        """Whether the steps of this epoch need this object; False if all ranks have the same number of batches."""
         return self._fetcher is not None
 
     @property
     def is_shadowing(self) -> bool:
-        """Whether this rank goes through its last batch again, which counts for nothing."""
+        """Whether this rank repeats its last batch without effect."""
         return self._batch.is_shadow
 
     # --- around a training step ---
 
     @contextmanager
     def around_training_step(self) -> Generator[None, None, None]:
-        """Lets a shadowing rank's training step inside it leave no trace."""
+        """Reverts the effects of the training step inside this context if this rank is shadowing."""
         before = StepState(self._trainer) if self._batch.is_shadow else None
         self._is_in_step = True
         try:
@@ -145,18 +146,18 @@ class UnevenInputsControl:
             self._exchange.share_buffers()
 
     def before_backward(self) -> None:
-        """Begins to tell whether this rank has another batch, and lets a shadowing rank's backward pass add nothing."""
+        """Starts the transfer of whether this rank has another batch; disables the gradients of a shadowing rank."""
         batch = self._batch
         if batch.has_next is not None and (self._is_exchanged or self._way == "error"):
             self._hear_others = self._start_telling(batch)
             if self._way == "error" and not batch.has_next:
-                self._hear()  # others, who go on, may not exchange gradients now
-            batch.has_next = None  # said once, however many losses the batch has
+                self._hear()  # other ranks, which continue, may not exchange gradients now
+            batch.has_next = None  # sent once, also if the batch has several losses
         if batch.is_shadow and self._exchange is not None:
             self._exchange.keep_gradients()
 
     def after_backward(self) -> None:
-        """Waits for the gradients of all ranks; where batches are not counted, for who has another one, too."""
+        """Waits for the gradients of all ranks and, if a transfer was started, for the ranks with another batch."""
         if self._exchange is not None:
             self._exchange.finish()
         if self._is_exchanged:
@@ -168,16 +169,16 @@ class UnevenInputsControl:
         return self._exchange is None or not self._exchange.is_held_back
 
     def does_reduce(self, tensor: Any, group: Any) -> bool:
-        """Whether a reduction is one of a training step in which some ranks may be shadowing; the same on all ranks."""
+        """Whether a reduction belongs to a training step that some ranks may shadow; the same on all ranks."""
         if self._way != "join" or not self._is_in_step or group is not None or not isinstance(tensor, Tensor):
             return False
         return inf in self._lengths or self._batch.number > min(self._lengths, default=inf)
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Reduces a tensor over the ranks that do not shadow; over all if all do, to the end of a window.
+        """Reduces a tensor over the ranks that do not shadow; over all ranks if all shadow, at the end of a window.
 
         Args:
-            tensor: Any shape and dtype, the same on all ranks.
+            tensor: Tensor of any shape and dtype, the same on all ranks.
             op: "mean", "sum", "min", "max" or "product".
         """
         tensor = tensor.detach()
@@ -189,7 +190,7 @@ class UnevenInputsControl:
         if op == "mean" and not tensor.is_floating_point():
             values = values.to(torch.get_default_dtype())
         counted = torch.full_like(values, _neutral(op, values.dtype)) if self._batch.is_shadow else values
-        # Whether any rank counts; for a mean, how many do.
+        # Whether any rank contributes; for a mean, the number of contributing ranks.
         mark = values.new_full((1,), int(self._batch.is_shadow == (op == "min")))
         parts: Tensor = self._collectives.reduce(
             torch.cat([counted, values, mark]), None, "sum" if op == "mean" else op
@@ -203,7 +204,7 @@ class UnevenInputsControl:
     # --- how many batches there are ---
 
     def begin(self, batch: Batch) -> None:
-        """Called by the fetcher when this rank gets a batch."""
+        """Called by the fetcher for each batch of this rank."""
         self._hear()
         self._batch = batch
         if batch.number == 1:
@@ -219,7 +220,7 @@ class UnevenInputsControl:
     def _arrange(self) -> None:
         fetcher = trainer_data.data_fetcher_of(self._trainer)
         if fetcher is None or fetcher is self._arranged:
-            return  # it was made for an earlier epoch
+            return  # examined in an earlier epoch
         self._arranged, self._fetcher = fetcher, None
         self._batch, self._with_next = Batch(), None
         if self._exchange is not None:
@@ -250,7 +251,7 @@ class UnevenInputsControl:
             self._look_ahead(fetcher, told[:, 0])
 
     def _seeds_of_order(self, loader: Any) -> list[int]:
-        """The seed with which a loader's sampler shuffles what it distributes among the ranks, if it does."""
+        """Returns the seed of a DataLoader's sampler, if the sampler shuffles and shards samples; otherwise nothing."""
         sampler = getattr(loader, "sampler", None)
         if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != self._world_size:
             return []
@@ -277,7 +278,9 @@ class UnevenInputsControl:
     def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
         if self._way == "error":
             if not _draws_for_the_step(fetcher) or self._device.type != "cpu":
-                return  # ranks that run out are not heard of: from here, or without waiting for the GPU in each step
+                # Not checked: this object does not see the end of the batches, or a GPU would have to be awaited in
+                # each step.
+                return
             agreed = self._trainer.fit_loop.max_batches
         else:
             self._check_batches_are_drawn_for_the_step(fetcher)
@@ -296,7 +299,7 @@ class UnevenInputsControl:
         trainer_data.set_data_fetcher(self._trainer, fetcher, agreed)
 
     def _ends_before(self, num_batches: float) -> bool:
-        """Whether ``max_steps`` ends the training before an epoch has had so many batches."""
+        """Whether ``max_steps`` ends the training before an epoch has had the given number of batches."""
         trainer = self._trainer
         num_steps = inf if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
         return trainer.fit_loop.batch_idx + num_steps * trainer.accumulate_grad_batches < num_batches
@@ -304,7 +307,7 @@ class UnevenInputsControl:
     def _listed(self) -> str:
         return ", ".join(f"rank {rank}: {length:.0f}" for rank, length in enumerate(self._lengths))
 
-    # --- telling each other ---
+    # --- exchange between ranks ---
 
     def _start_telling(self, batch: Batch) -> Callable[[], Tensor]:
         told = torch.zeros(self._world_size, 2, dtype=torch.int64)
@@ -319,7 +322,7 @@ class UnevenInputsControl:
         return hear
 
     def _hear(self) -> None:
-        """Waits for what others have said of their last batch, if anything, and does what follows from it."""
+        """Waits for the last transfer, if there is one: which ranks have another batch. Acts on the result."""
         if self._hear_others is None:
             return
         assert self._fetcher is not None
@@ -358,7 +361,7 @@ class UnevenInputsControl:
 
 
 def check_way(uneven_inputs: Any) -> None:
-    """Refuses what is none of :data:`WAYS`.
+    """Checks that a value is one of :data:`WAYS`.
 
     Raises:
         ValueError: If it is not.
@@ -368,12 +371,12 @@ def check_way(uneven_inputs: Any) -> None:
 
 
 def _draws_for_the_step(fetcher: Any) -> bool:
-    """Whether it is a fetcher that gives batches, and not an iterator over them (``dataloader_iter``)."""
+    """Whether a fetcher returns batches, instead of an iterator over them (``dataloader_iter``)."""
     return hasattr(fetcher, "batches")
 
 
 def _neutral(op: str, dtype: torch.dtype) -> Any:
-    """What changes nothing in a reduction."""
+    """Returns the neutral element of a reduction."""
     if op == "mean":
         return 0
     if dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""A fetcher that gives a rank as many training batches as the other ranks have, its last one again if need be."""
+"""Fetcher that returns the same number of training batches on all ranks; it repeats the last batch if needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ ADVICE = (
 
 @dataclass
 class Batch:
-    """The training batch that a rank is at.
+    """Current training batch of a rank.
 
     Attributes:
-        number: Batches of this epoch so far, with this one.
-        is_shadow: Whether it is the last one again, and counts for nothing.
-        has_next: Whether this rank has another one after it; None if all ranks know that without being told.
+        number: Number of this batch in the epoch, from 1.
+        is_shadow: Whether it repeats the last batch, without effect.
+        has_next: Whether this rank has another batch; None if all ranks know this without a transfer.
     """
 
     number: int = 0
@@ -28,16 +28,16 @@ class Batch:
 
 
 class EvenFetcher:
-    """Gives a rank's training loop its batches, and as many as it is told.
+    """Returns a rank's batches to the training loop, for the agreed number of steps.
 
-    It stands in for Lightning's fetcher, to which everything else goes that is asked of it.
+    Replaces Lightning's fetcher, and forwards all other attributes to it.
 
     Args:
-        inner: Lightning's.
-        begin: Told of each batch.
-        num_own: How many there are on this rank; None if that is not known.
-        agreed: How many each epoch has on all ranks; infinity if that is not known.
-        ends_with_own: Whether the epoch ends where this rank's own batches do.
+        inner: Lightning's fetcher.
+        begin: Function that is called with each batch.
+        num_own: Number of batches of this rank; None if unknown.
+        agreed: Number of batches of each epoch on all ranks; infinity if unknown.
+        ends_with_own: Whether the epoch ends after the last batch of this rank.
     """
 
     _OWN = (
@@ -102,8 +102,8 @@ class EvenFetcher:
             item, batch = self._last if is_again else next(self.inner), Batch(number, is_shadow)
         self._last = item
         self.fetched = number
-        # Lightning takes a limit for the length and draws no batch ahead. Where a stream is shorter than the limit, no
-        # batch is the last one, so Lightning drops the rest of the last window of accumulation.
+        # Lightning treats a limit as the length and fetches no batch ahead. If a stream is shorter than the limit, no
+        # batch is the last one, and Lightning drops the rest of the last accumulation window.
         is_last = self.ends_with_own and batch.has_next is False and self.inner.length is None
         self.done = number >= self.agreed or is_last
         self.begin(batch)
@@ -114,7 +114,7 @@ class EvenFetcher:
         self.done = True
 
     def note_short(self, short: list[int], number: int) -> None:
-        """Keeps which ranks had no batch left after this one, when they are first heard of."""
+        """Records the ranks without a batch after this one, at the first call for each rank."""
         for rank in short:
             self.first_missed.setdefault(rank, number)
 

@@ -1,4 +1,4 @@
-"""What a training step changes besides weights and gradients: metrics, what is logged per epoch, buffers."""
+"""State that a training step changes besides weights and gradients: metrics, values logged per epoch, buffers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_strategies_ext._lightning import trainer_logging
 
 
 class StepState:
-    """A copy of it, as it is now.
+    """Copy of this state, as of its creation.
 
     Args:
         trainer: The Trainer, in ``fit``.
@@ -19,13 +19,13 @@ class StepState:
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer
-        # By identity: the hash of a metric is that of its state.
+        # Keys are ids, because the hash of a metric depends on its state.
         self._metrics = {id(metric): (metric, _copied(metric.metric_state)) for metric in self._metrics_now()}
         self._position = trainer_logging.position_of_logging(trainer)
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.lightning_module.buffers()]
 
     def restore(self) -> None:
-        """Makes it so again. Metrics that are new since are reset."""
+        """Restores the saved metrics, logged values, and buffers. Metrics created since are reset."""
         for metric in self._metrics_now():
             if id(metric) not in self._metrics:
                 metric.reset()
@@ -34,7 +34,7 @@ class StepState:
                 setattr(metric, name, state)
         trainer_logging.set_position_of_logging(self._trainer, self._position)
         for buffer, value in self._buffers:
-            # Past autograd, which may need what is overwritten: for the gradients of a step that counts for nothing.
+            # `data` bypasses autograd, which may need the overwritten values for the gradients of a shadowed step.
             buffer.data.copy_(value)
 
     def _metrics_now(self) -> Iterator[Metric]:
