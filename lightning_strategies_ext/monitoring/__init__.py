@@ -1,9 +1,10 @@
-"""What ranks learn about their own exchanges: when steps and exchanges begin and end, and what follows from it.
+"""Communication monitor: records when steps and exchanges begin and end on each rank, and analyzes the times.
 
-The face is :class:`lightning_strategies_ext.pytorch.monitor.CommunicationMonitor`; nothing here knows Lightning. A
-``session`` notes times on each rank (``records``) and sends them to rank 0 beside the training (``mailbox``), where
-``analysis`` makes means of them, ``advice`` a sentence, and ``trace`` and ``picture`` a timeline.
+The callback is :class:`lightning_strategies_ext.pytorch.monitor.CommunicationMonitor`; this package is independent of
+Lightning. A ``session`` records times on each rank (``records``) and sends them to rank 0 in the background
+(``mailbox``), where ``analysis`` computes means, ``advice`` derives a recommendation, and ``trace`` and ``picture``
+create a timeline.
 
-What it does not promise: clocks that agree to less than the time a collective takes, between hosts; and that a rank
-whose network is slow is told from others, since all wait for it alike.
+Limitations: between hosts, clocks agree only to within the duration of a collective. A rank with a slow network cannot
+be distinguished from other ranks, because all ranks wait equally long.
 """

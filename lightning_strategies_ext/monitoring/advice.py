@@ -1,4 +1,4 @@
-"""What limits a job, in a sentence, and which argument would change it."""
+"""Advice: one sentence on the bottleneck of a job, and the argument that would change it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from lightning_strategies_ext.monitoring.analysis import (
     slowest_of,
 )
 
-#: Of a step: what takes less is not worth a word.
+#: Share of a step below which a bottleneck is not reported.
 _WORTH_IT = 0.1
-#: An exchange of fewer bytes is made of round trips, not of transfer.
+#: Size in bytes below which round trips, not bandwidth, dominate the time of an exchange.
 _FEW_BYTES = 1 << 20
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Job:
-    """What advice depends on, beside times.
+    """Properties of a job, other than times, on which advice depends.
 
     Attributes:
-        compressions: Values of the strategy's argument ``compression`` with which less would be exchanged.
-        num_buckets: Of the gradients; 0 if that is not known.
-        num_hosts: On which the ranks are.
-        is_stock: Whether the strategy is Lightning's.
-        is_compressed: Whether what is exchanged is not the gradients: to make it takes time, too.
+        compressions: Values of the strategy's argument ``compression`` that would reduce the bytes exchanged.
+        num_buckets: Number of gradient buckets; 0 if unknown.
+        num_hosts: Number of hosts of the ranks.
+        is_stock: Whether the strategy is one of Lightning's.
+        is_compressed: Whether compressed values are exchanged instead of gradients; compression takes time, too.
     """
 
     compressions: tuple[str, ...] = ()
@@ -40,11 +40,11 @@ class Job:
 
 
 class Limit(NamedTuple):
-    """Something that a step takes longer for.
+    """A cause that makes steps longer.
 
     Attributes:
-        share: Of the step.
-        text: What it is, and what to do about it.
+        share: Share of the step, from 0 to 1.
+        text: Description of the cause and its remedy.
     """
 
     share: float
@@ -52,11 +52,11 @@ class Limit(NamedTuple):
 
 
 def advise(times: Sequence[RankTimes], job: Job) -> str:
-    """One line: what limits the job, and which argument would change it.
+    """Returns one line on the bottleneck of the job, and the argument that would change it.
 
     Args:
-        times: Of all ranks, over the whole training.
-        job: What they are of.
+        times: Times of all ranks, over the whole training.
+        job: Properties of the job.
     """
     limits = [limit for limit in _limits(times, job) if limit.share >= _WORTH_IT]
     if limits:

@@ -1,6 +1,6 @@
-"""What follows from the times that ranks have noted. Functions of numbers, in nanoseconds, that give milliseconds.
+"""Analysis of recorded times. Inputs are in nanoseconds, results in milliseconds.
 
-Each window is of some tens of rows, for which loops are faster than arrays.
+A window has some tens of rows, for which loops are faster than arrays.
 
 An exchange on one rank::
 
@@ -8,9 +8,9 @@ An exchange on one rank::
       |    hidden        |     waiting      |     transfer      |
                          |<---------------- exposed ----------->|
 
-``ready`` is when this rank has computed all that it contributes and has nothing to do but wait, ``latest`` when the
-last rank has: before, no collective that needs its contribution can end. So the exposed part is waiting for other ranks
-up to there, and transfer from there on.
+At ``ready``, this rank has computed its whole contribution and only waits. At ``latest``, the last rank has; no
+collective that needs its contribution can end earlier. The exposed time until ``latest`` is therefore spent waiting for
+other ranks, and the time after it on the transfer.
 """
 
 from collections.abc import Sequence
@@ -20,30 +20,30 @@ from statistics import median
 
 from lightning_strategies_ext.monitoring.records import IN_BACKWARD, NUM_WARMUP_STEPS, OF_MODELS, Window
 
-#: What a rank does in a step, without what it waits for exchanges. "data" is until the batch is there and on its
-#: device, "other" is between two batches: loggers, checkpoints, what callbacks do.
+#: Phases of a step on a rank, without the time in which it waits for exchanges. "data" lasts until the batch is on its
+#: device; "other" is the time between two batches: loggers, checkpoints, callbacks.
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Means per optimizer step of one rank, in milliseconds.
+    """Mean times of one rank per optimizer step, in milliseconds.
 
     Attributes:
         rank: Global rank.
-        num_steps: How many observed steps they are of; ``num_bytes``, and what is of models, of all.
-        num_bytes: Handed to exchanges.
-        step_ms: The whole step.
-        data_ms: A phase, see :data:`PHASES`; so are the next four.
-        forward_ms: See above.
-        backward_ms: See above.
-        optimizer_ms: See above.
-        other_ms: See above.
-        communication_ms: From the begin of the exchange to its end.
-        hidden_ms: Of that, while this rank still computed.
-        exposed_ms: Of that, the rest, which the step waits for.
-        waiting_ms: Of the exposed part, waiting for another rank to come.
-        transfer_ms: Of the exposed part, the rest.
+        num_steps: Number of observed steps. ``num_bytes`` and times of model exchanges are means over all steps.
+        num_bytes: Number of bytes that the rank contributes to exchanges.
+        step_ms: Time of the whole step.
+        data_ms: Time of the phase "data", see :data:`PHASES`.
+        forward_ms: Time of the phase "forward".
+        backward_ms: Time of the phase "backward".
+        optimizer_ms: Time of the phase "optimizer".
+        other_ms: Time of the phase "other".
+        communication_ms: Time from the beginning to the end of exchanges.
+        hidden_ms: Part of ``communication_ms`` in which this rank still computed.
+        exposed_ms: Rest of ``communication_ms``, for which the step waits.
+        waiting_ms: Part of ``exposed_ms`` in which this rank waits for other ranks.
+        transfer_ms: Rest of ``exposed_ms``.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class RankTimes:
     transfer_ms: float
 
     def phase_ms(self, phase: str) -> float:
-        """The time of a phase by its name."""
+        """Returns the time of a phase by its name."""
         return float(getattr(self, f"{phase}_ms"))
 
 
@@ -72,13 +72,13 @@ _TIMES = tuple(field.name for field in fields(RankTimes) if field.name.endswith(
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that the others wait for.
+    """The rank for which other ranks wait most.
 
     Attributes:
         rank: Global rank.
-        by_ms: How much longer the others wait for it, on average, than it for them.
-        phase: In which it differs most from the others.
-        phase_by_ms: By how much.
+        by_ms: Mean waiting time of the other ranks, minus that of this rank.
+        phase: Phase in which its time exceeds that of the other ranks most.
+        phase_by_ms: Difference in this phase.
     """
 
     rank: int
@@ -88,21 +88,21 @@ class Slowest:
 
 
 def times_of(windows: Sequence[Window]) -> list[RankTimes]:
-    """Means of the same window of all ranks, in the order of ranks given."""
+    """Returns the mean times of all ranks from their records of one window, in the given order."""
     waiting = waits(windows)
     return [_times_of(window, waiting[window.rank]) for window in windows]
 
 
 def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
-    """How far the clock of each rank is ahead of the first one's, in nanoseconds; 0 on the same host.
+    """Returns by how much each rank's clock is ahead of the first rank's, in nanoseconds; 0 on the same host.
 
-    Ranks of other hosts end the same all-reduce at nearly the same time, so the median difference of ends is taken.
+    An all-reduce ends at nearly the same time on all hosts, so the offset is the median difference of these times.
     """
     return _offsets(windows, _in_common(windows))
 
 
 def waits(windows: Sequence[Window]) -> dict[int, list[float]]:
-    """By rank, how long it waits for others in each of its exchanges, in nanoseconds; NaN where that is not known."""
+    """Returns each rank's waiting time for other ranks in each of its exchanges, in nanoseconds; NaN if unknown."""
     in_common = _in_common(windows)
     offsets = _offsets(windows, in_common)
     ready = [[at - offsets[window.rank] for _, at, _ in own] for window, own in zip(windows, in_common, strict=True)]
@@ -116,7 +116,7 @@ def waits(windows: Sequence[Window]) -> dict[int, list[float]]:
 
 
 def combined(times: Sequence[RankTimes]) -> RankTimes:
-    """One rank's means over several windows."""
+    """Returns the mean times of one rank over several windows."""
     times = [each for each in times if each.num_steps] or times[:1]
     weights = [max(each.num_steps, 1) for each in times]
     means = {
@@ -127,7 +127,7 @@ def combined(times: Sequence[RankTimes]) -> RankTimes:
 
 
 def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
-    """The rank that the others wait for most; None where there is one rank."""
+    """Returns the rank for which other ranks wait most; None if there is only one rank."""
     if len(times) < 2:
         return None
     slowest = min(times, key=lambda each: each.waiting_ms)
@@ -139,12 +139,12 @@ def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
 
 
 def mean_over_ranks(times: Sequence[RankTimes], name: str) -> float:
-    """The mean of an attribute of :class:`RankTimes`."""
+    """Returns the mean of an attribute of :class:`RankTimes` over ranks."""
     return float(sum(getattr(each, name) for each in times) / len(times))
 
 
 def logged(times: Sequence[RankTimes]) -> dict[str, float]:
-    """What a logger gets of a window: means over ranks, and the slowest rank."""
+    """Returns the metrics of a window for loggers: means over ranks, and the slowest rank."""
     values = {f"communication/{name}": mean_over_ranks(times, name) for name in _TIMES}
     values["communication/bytes"] = mean_over_ranks(times, "num_bytes")
     values["communication/exposed_share"] = exposed_share(times)
@@ -155,12 +155,12 @@ def logged(times: Sequence[RankTimes]) -> dict[str, float]:
 
 
 def exposed_share(times: Sequence[RankTimes]) -> float:
-    """Of a step, what waits for exchanges; a mean over ranks."""
+    """Returns the share of a step that is spent waiting for exchanges, as a mean over ranks."""
     return share(mean_over_ranks(times, "exposed_ms"), mean_over_ranks(times, "step_ms"))
 
 
 def share(part_ms: float, whole_ms: float) -> float:
-    """A part of a whole; 0 of nothing."""
+    """Returns a part divided by the whole; 0 if the whole is 0."""
     return part_ms / whole_ms if whole_ms > 0 else 0.0
 
 
@@ -185,7 +185,7 @@ class _Sums:
 class _Exchanged:
     """Means per step over the exchanges of a window, in nanoseconds.
 
-    Exchanges of gradients stand for those of all steps, exchanges of models for themselves.
+    Recorded gradient exchanges represent those of all steps; model exchanges are recorded in all steps.
     """
 
     def __init__(self, exchanges: list[tuple[int, ...]], waiting: list[float], num_steps: int) -> None:
@@ -240,7 +240,7 @@ def _offsets(windows: Sequence[Window], in_common: list[list[tuple[int, int, int
 
 
 def _in_common(windows: Sequence[Window]) -> list[list[tuple[int, int, int]]]:
-    """By rank, the exchanges that all ranks have noted, in the same order: where they are, ``ready`` and ``end``."""
+    """Returns the exchanges that all ranks have recorded, by rank in the same order: index, ``ready`` and ``end``."""
     exchanges: list[list[tuple[int, ...]]] = [window.exchanges.tolist() for window in windows]
     keys = [[(step, kind) for step, _, _, _, kind in own] for own in exchanges]
     found = [[(place, ready, end) for place, (_, _, ready, end, _) in enumerate(own)] for own in exchanges]

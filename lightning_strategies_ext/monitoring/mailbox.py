@@ -1,8 +1,7 @@
-"""Windows on their way to rank 0, by the ranks' key-value store, in a thread: the training waits for nobody.
+"""Transfer of windows to rank 0 over the ranks' key-value store, in a background thread: the training never waits.
 
-There is no collective in it. A rank writes, rank 0 looks whether something is there; whoever is late, or gone, keeps
-nobody from going on. What the store does not answer, or answers with an error, is the end of the mailbox and of nothing
-else.
+It uses no collectives: ranks write, and rank 0 polls. A late or exited rank therefore blocks no other rank. An error or
+timeout of the store ends the transfer, but not the training.
 """
 
 import logging
@@ -21,20 +20,20 @@ from lightning_strategies_ext.monitoring.records import Window
 
 log = logging.getLogger(__name__)
 
-#: How long a rank looks for rank 0's token, in seconds.
+#: Time for which a rank polls for rank 0's token, in seconds.
 _TOKEN_S = 30.0
-#: Between two looks of rank 0 at the end, and of a rank that looks for rank 0's token, in seconds.
+#: Polling interval of rank 0 at the end; a fifth of that of ranks that poll for the token. In seconds.
 _LOOK_S = 0.01
-#: Windows that rank 0 keeps while some rank's is missing.
+#: Maximum number of incomplete windows that rank 0 stores.
 _MAX_WAITING = 4
 
 
 class Mailbox:
-    """One rank's part of it.
+    """Sends one rank's windows; on rank 0, receives those of all ranks.
 
     Args:
-        store: Shared by the ranks, a part of it for this alone.
-        rank: Of this process.
+        store: Store of the ranks, with a prefix for this purpose.
+        rank: Rank of this process.
         world_size: Number of ranks.
     """
 
@@ -51,26 +50,26 @@ class Mailbox:
         self._thread.start()
 
     def post(self, window: Window) -> None:
-        """Sends a window; returns at once."""
+        """Sends a window; returns immediately."""
         self._posts.put(window)
 
     def complete(self) -> Iterator[list[Window]]:
-        """On rank 0, the windows that have come from all ranks since the last call, in the order of ranks."""
+        """Yields, on rank 0, the windows that all ranks have sent since the last call, each as a list by rank."""
         while self._complete:
             yield self._complete.popleft()
 
     def finish(self, timeout_s: float) -> None:
-        """Ends it when all is sent, and on rank 0 when all has come, or after some seconds."""
+        """Waits until all windows are sent and, on rank 0, received, up to the timeout; then ends the thread."""
         self._deadline = time.monotonic() + timeout_s
         self._posts.put(None)
         self._thread.join(timeout_s)
 
     def abandon(self) -> None:
-        """Ends it and waits for nothing."""
+        """Ends the thread without waiting for it."""
         self._is_abandoned = True
         self._posts.put(None)
 
-    # --- in the thread ---
+    # --- in the background thread ---
 
     def _run(self) -> None:
         try:
@@ -80,7 +79,7 @@ class Mailbox:
             while store is not None and self._pending and not self._is_over:
                 self._look(store)
                 time.sleep(_LOOK_S)
-        except Exception as error:  # the store is gone, with rank 0 perhaps
+        except Exception as error:  # the store is closed, for example because rank 0 has exited
             log.debug("The monitor of rank %d has lost the other ranks: %s", self._rank, error)
 
     @property
@@ -88,9 +87,9 @@ class Mailbox:
         return self._is_abandoned or time.monotonic() > self._deadline
 
     def _connect(self) -> dist.Store | None:
-        """The store by a connection of its own, where nobody waits for whoever waits at the other; None if it is over.
+        """Connects to the store, so that requests do not queue behind those of other threads; None after a timeout.
 
-        A token tells what is written there from what others have written, who know no prefix of the shared one.
+        The new connection lacks the prefix of the shared store; a token from rank 0 separates its keys from others.
         """
         if self._rank == 0:
             token = uuid.uuid4().hex
@@ -108,7 +107,7 @@ class Mailbox:
         if self._is_abandoned:
             return
         if self._rank != 0:
-            store.set(_key(window.number, window.rank), window.dump())  # type: ignore[arg-type]  # it takes bytes
+            store.set(_key(window.number, window.rank), window.dump())  # type: ignore[arg-type]  # bytes are accepted
             return
         self._pending[window.number] = {0: window}
         self._look(store)
@@ -122,7 +121,7 @@ class Mailbox:
                 key = _key(number, rank)
                 if rank not in here and store.check([key]):
                     here[rank] = Window.load(store.get(key))
-                    with suppress(RuntimeError):  # not every store deletes
+                    with suppress(RuntimeError):  # not every store supports it
                         store.delete_key(key)
             if len(here) == self._world_size:
                 self._complete.append([here[rank] for rank in range(self._world_size)])

@@ -1,23 +1,23 @@
-"""What an engine tells of its exchanges, to whoever listens."""
+"""Interface by which engines report their exchanges."""
 
 from typing import Protocol
 
 
 class ExchangeObserver(Protocol):
-    """Hears of exchanges; an engine that has none asks no clock."""
+    """Receives the times of exchanges. Engines without an observer do not measure them."""
 
     def exchange_changes(self) -> None:
-        """Called on the thread that trains, in a step: from its exchange on, they may be of other gradients."""
+        """Called on the training thread in a step: its exchange and later ones may contain other gradients."""
 
     def exchanged(
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
     ) -> None:
-        """Called on the thread that trains when an exchange is over. All times are those of ``time.time_ns()``.
+        """Called on the training thread after each exchange. Times are values of ``time.time_ns()``.
 
         Args:
-            begin_ns: When the first of it was handed over.
-            ready_ns: From when on this rank had nothing to do but wait for it.
-            end_ns: When it was over on this rank.
-            num_bytes: What this rank has handed over.
-            is_of_models: Whether models were brought together, in some steps, and not gradients, in each.
+            begin_ns: Time at which the exchange started.
+            ready_ns: Time from which this rank only waited for the exchange.
+            end_ns: Time at which the exchange ended on this rank.
+            num_bytes: Number of bytes that this rank has contributed.
+            is_of_models: Whether models were averaged, in some steps, instead of gradients, in every step.
         """

@@ -1,4 +1,4 @@
-"""Steps of all ranks as a picture; needs matplotlib, which is asked for when it is drawn."""
+"""Timeline of all ranks as an image; imports matplotlib only when it draws."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +15,17 @@ _COLORS = {
     "gradients": "tab:orange",
     "models": "tab:brown",
 }
-#: More rows than this cannot be read; the trace has all of them.
+#: Maximum number of ranks in a legible image; the trace contains all ranks.
 _MAX_RANKS = 32
-#: Of a span that would be thinner than a pixel, to the whole.
+#: Minimum width of a span relative to the image, so that each span has at least a pixel.
 _MIN_WIDTH = 1 / 2000
 
 
 def draw(spans: Sequence[Span], path: Path) -> None:
-    """Draws two rows for each rank, the first :data:`_MAX_RANKS` of them, over time.
+    """Draws two rows over time for each of the first :data:`_MAX_RANKS` ranks.
 
     Raises:
-        ImportError: If there is no matplotlib.
+        ImportError: If matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def draw(spans: Sequence[Span], path: Path) -> None:
 
     ranks = sorted({span.rank for span in spans})[:_MAX_RANKS]
     figure = Figure(figsize=(12, 1.6 + 0.7 * len(ranks)), layout="constrained")
-    FigureCanvasAgg(figure)  # and not pyplot, whose choice of a backend is the user's
+    FigureCanvasAgg(figure)  # not pyplot, whose backend the user may have chosen
     axes: Any = figure.subplots()
     end_ms = max((span.begin_ms + span.duration_ms for span in spans), default=1.0)
     for place, rank in enumerate(ranks):

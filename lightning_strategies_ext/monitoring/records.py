@@ -1,4 +1,4 @@
-"""What one rank has noted of some steps, and how it travels."""
+"""Records of one rank over a window of steps, and their serialization."""
 
 import json
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-#: A training batch. Times are of ``time.time_ns()``; ``step`` counts optimizer steps, to which several batches may
-#: belong; ``previous_end`` is 0 where something else came between, such as a validation; ``backward_begin`` is 0 where
-#: there was no backward pass, and ``backward`` is how long all of them took, in nanoseconds.
+#: A training batch. Times are values of ``time.time_ns()``. ``step`` counts optimizer steps, each of one or more
+#: batches. ``previous_end`` is 0 after an interruption, such as a validation. ``backward_begin`` is 0 without a
+#: backward pass. ``backward`` is the total duration of the batch's backward passes, in nanoseconds.
 BATCH = np.dtype(
     [
         (name, np.int64)
@@ -20,30 +20,30 @@ BATCH = np.dtype(
         )
     ]
 )
-#: An exchange, see :class:`.observer.ExchangeObserver`; ``kind`` is one of the three below.
+#: An exchange, see :class:`.observer.ExchangeObserver`; ``kind`` is one of the following three values.
 EXCHANGE = np.dtype([(name, np.int64) for name in ("step", "begin", "ready", "end", "kind")])
-#: Of gradients, waited for within the backward pass; those of some steps stand for all.
+#: Gradient exchange that is awaited within the backward pass; the recorded ones represent all steps.
 IN_BACKWARD = 0
-#: Of gradients, waited for after the backward pass.
+#: Gradient exchange that is awaited after the backward pass.
 AFTER_BACKWARD = 1
-#: Of models, after optimizer steps; all of them are noted.
+#: Exchange of models, after optimizer steps; all are recorded.
 OF_MODELS = 2
-#: The first steps of a training allocate and compile, and say nothing about the others.
+#: Number of first steps of a training, which allocate and compile, and are excluded from means.
 NUM_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive steps of one rank.
+    """Records of consecutive steps of one rank.
 
     Attributes:
         rank: Global rank.
-        host: Identity of its host; ranks of a host have one clock.
-        number: Windows before this one.
-        num_steps: Optimizer steps.
-        num_bytes: What this rank has handed to exchanges in them.
-        batches: Those of observed steps; of dtype :data:`BATCH`.
-        exchanges: Of dtype :data:`EXCHANGE`.
+        host: Identity of its host; ranks of one host share a clock.
+        number: Number of the window, from 0.
+        num_steps: Number of optimizer steps.
+        num_bytes: Number of bytes that this rank has contributed to exchanges in these steps.
+        batches: Batches of observed steps, of dtype :data:`BATCH`.
+        exchanges: Exchanges, of dtype :data:`EXCHANGE`.
     """
 
     rank: int
@@ -57,13 +57,13 @@ class Window:
     _IN_HEADER: ClassVar = ("rank", "host", "number", "num_steps", "num_bytes")
 
     def dump(self) -> bytes:
-        """All of it as bytes."""
+        """Returns the window as bytes."""
         header = {name: getattr(self, name) for name in self._IN_HEADER} | {"num_batches": len(self.batches)}
         return json.dumps(header).encode() + b"\n" + self.batches.tobytes() + self.exchanges.tobytes()
 
     @classmethod
     def load(cls, data: bytes) -> Self:
-        """What :meth:`dump` was of."""
+        """Returns the window that :meth:`dump` has serialized."""
         first, _, rest = data.partition(b"\n")
         header = json.loads(first)
         num_bytes = header.pop("num_batches") * BATCH.itemsize
@@ -71,7 +71,7 @@ class Window:
         return cls(**header, batches=batches, exchanges=exchanges)
 
     def observed(self, most: int) -> Self:
-        """Only the steps that were observed last in a row, so many at most."""
+        """Returns the window reduced to its last consecutive observed steps, up to a maximum number."""
         steps = np.unique(self.batches["step"])[-most:]
         if not len(steps):
             return replace(self, exchanges=self.exchanges[:0])

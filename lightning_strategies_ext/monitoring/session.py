@@ -1,9 +1,9 @@
-"""One rank's notes of a training, from its first step to its last.
+"""Recording of one rank's training, from its first step to its last.
 
-A training step of a small model takes a millisecond, and Lightning takes three microseconds for each hook of a callback
-that it calls. So most steps are only counted, where a batch is asked for; some in a row are observed, and only for
-those ``switch`` lets hooks be called. Which ones follows from the number of steps, so that all ranks observe the same,
-and differs from window to window, so that nothing that comes every so many batches is always seen, or never.
+A training step of a small model takes a millisecond, and Lightning spends three microseconds on each callback hook.
+Most steps are therefore only counted, at the request for a batch. Only a few consecutive steps per window are observed,
+for which ``switch`` enables the hooks. The step number determines which steps are observed, so that all ranks observe
+the same ones. Their position varies between windows, so that no periodic event is observed always or never.
 """
 
 import time
@@ -23,40 +23,41 @@ from lightning_strategies_ext.monitoring.records import (
     Window,
 )
 
-#: Steps that the observed ones of a window move on by, from one to the next; prime to most numbers of workers.
+#: Number of steps by which the observed steps move between windows; coprime to most numbers of workers.
 _STRIDE = 17
 
 
 class Timekeeper(Protocol):
-    """Times the exchanges of an engine that tells nothing by itself, when it is asked to."""
+    """Measures the exchanges of an engine that does not report them, while it is enabled."""
 
     def observe(self, is_on: bool) -> None:
-        """Begins or ends to take the times of steps, from the next one on."""
+        """Starts or stops the measurement, from the next step on."""
 
     def follow(self, is_on: bool) -> None:
-        """Goes on after the engine has been made anew, taking times or not."""
+        """Continues after the engine has been created again, with the measurement on or off."""
 
     def last(self) -> tuple[int, int, int] | None:
-        """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
+        """Returns the beginning, ready time, and end of the last step's exchange; None if there was none."""
 
 
 class Session:
-    """See above; an :class:`.observer.ExchangeObserver`.
+    """Records the steps and exchanges of one rank; an :class:`.observer.ExchangeObserver`.
 
     Args:
         rank: Global rank.
         host: Identity of the host.
-        every_n_steps: Optimizer steps per window.
-        observed_steps: How many of them are observed, and so many at the beginning.
-        num_done: Optimizer steps that were done before.
-        switch: Called with whether the steps from here on are observed.
-        timekeeper: Of the engine; None if that calls :meth:`exchanged`, or exchanges nothing.
-        count_bytes: Says how many bytes were handed over since it was asked last, by the steps that were done since;
-            None if :meth:`exchanged` says it.
-        mailbox: To rank 0; None for a rank that is alone.
-        hear: Called on rank 0 with the same window of all ranks.
-        fail: Called with what has gone wrong between two steps.
-        clock: Gives the time in observed steps, as ``time.time_ns()`` does, once what came before is done.
+        every_n_steps: Number of optimizer steps per window.
+        observed_steps: Number of observed steps per window, in the first window from its beginning.
+        num_done: Number of optimizer steps done before.
+        switch: Function that is called with whether steps are observed from here on.
+        timekeeper: Timekeeper of the engine; None if the engine calls :meth:`exchanged`, or exchanges nothing.
+        count_bytes: Function of the number of steps since its last call that returns the number of bytes contributed
+            in them; None if :meth:`exchanged` receives the number.
+        mailbox: Transfer to rank 0; None for a single rank.
+        hear: Function that is called on rank 0 with the records of all ranks of one window.
+        fail: Function that is called with an exception between two steps.
+        clock: Function that waits for preceding work and returns the time as ``time.time_ns()`` does; for observed
+            steps.
     """
 
     def __init__(
@@ -93,16 +94,16 @@ class Session:
         self._backward_begin = self._backward_again = self._backward_end = self._backward = 0
         self._has_stepped = self._is_observing = False
         self._before = self._done = num_done
-        self._next = num_done + 1  # when something is to be decided again
+        self._next = num_done + 1  # step of the next decision
         self._observe(True)
 
     # --- in each step ---
 
     def fetch_begins(self, num_done: int) -> None:
-        """A batch is asked for.
+        """Called before a batch is requested.
 
         Args:
-            num_done: Optimizer steps so far.
+            num_done: Number of optimizer steps done.
         """
         self._done = num_done
         if num_done >= self._next:
@@ -116,15 +117,15 @@ class Session:
     def exchanged(
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
     ) -> None:
-        """See :class:`.observer.ExchangeObserver`."""
+        """Records an exchange, see :class:`.observer.ExchangeObserver`."""
         is_in_backward = self._backward_again > self._backward_end
         kind = OF_MODELS if is_of_models else IN_BACKWARD if is_in_backward else AFTER_BACKWARD
-        if self._is_observing or is_of_models:  # means over other steps would not add up to the batches
+        if self._is_observing or is_of_models:  # means over other steps would not match the batches
             self._exchanges.append((self._done - self._before, begin_ns, ready_ns, end_ns, kind))
         self._num_bytes += num_bytes
 
     def exchange_changes(self) -> None:
-        """See :class:`.observer.ExchangeObserver`."""
+        """Counts the bytes so far, and has the timekeeper follow a new engine."""
         self._count()
         if self._timekeeper is not None:
             self._timekeeper.follow(self._is_observing)
@@ -132,27 +133,27 @@ class Session:
     # --- in observed steps, in this order ---
 
     def batch_begins(self) -> None:
-        """The batch is there."""
+        """Called when the batch has been fetched."""
         self._begin = self._clock()
         self._fetched = self._fetch or self._begin
 
     def backward_begins(self) -> None:
-        """A backward pass begins; a batch may have several."""
+        """Called before each backward pass; a batch may have several."""
         self._backward_again = self._clock()
         if not self._backward_begin:
             self._backward_begin = self._backward_again
 
     def backward_ends(self) -> None:
-        """It has ended, and exchanges that are a part of it have."""
+        """Called after each backward pass and the exchanges within it."""
         self._backward_end = self._clock()
         self._backward += self._backward_end - self._backward_again
 
     def optimizer_steps(self) -> None:
-        """An optimizer is about to step: this batch is the last of its optimizer step."""
+        """Called before an optimizer steps: this batch is the last of its optimizer step."""
         self._has_stepped = True
 
     def batch_ends(self) -> None:
-        """All of it is done."""
+        """Called after the batch, including its optimizer step."""
         end, step = self._clock(), self._done - self._before
         self._batches.append(
             (
@@ -168,18 +169,18 @@ class Session:
                 self._exchanges.append((step, *times, IN_BACKWARD))
         self._has_stepped = False
 
-    # --- now and then ---
+    # --- occasionally ---
 
     def pauses(self) -> None:
-        """Something else than the next batch comes, such as a validation."""
+        """Called when something other than the next batch follows, such as a validation."""
         self._previous_end = 0
 
     def finish(self, num_done: int, timeout_s: float) -> None:
-        """Ends after the last step; rank 0 waits for the other ranks for so long at most.
+        """Ends the recording after the last step; rank 0 waits for the records of other ranks.
 
         Args:
-            num_done: Optimizer steps so far.
-            timeout_s: How long, in seconds.
+            num_done: Number of optimizer steps done.
+            timeout_s: Maximum waiting time, in seconds.
         """
         self._done = num_done
         self._close_window()
@@ -189,7 +190,7 @@ class Session:
             self._hear_complete()
 
     def abandon(self) -> None:
-        """Ends at once; rank 0 keeps what it has heard."""
+        """Ends the recording immediately; rank 0 keeps the records that it has received."""
         self._observe(False)
         if self._mailbox is not None:
             self._mailbox.abandon()
@@ -201,7 +202,7 @@ class Session:
         begin = self._number * every_n_steps
         first = begin + self._number * _STRIDE % (every_n_steps - self._observed_steps + 1)
         last = first + self._observed_steps
-        if not self._number:  # at the beginning, and the steps that are left out of means
+        if not self._number:  # the first steps, and those that are excluded from means
             first, last = 0, min(last + NUM_WARMUP_STEPS, every_n_steps)
         self._observe(first <= step < last)
         changes = [place for place in (first, last, begin + every_n_steps) if place > step]

@@ -1,4 +1,4 @@
-"""Steps of all ranks, one below the other: as spans, and as a file for chrome://tracing or Perfetto."""
+"""Timeline of all ranks: as spans, and as a file for chrome://tracing or Perfetto."""
 
 import json
 import os
@@ -13,26 +13,26 @@ from typing import BinaryIO
 from lightning_strategies_ext.monitoring.analysis import clock_offsets, waits
 from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
 
-#: The rows of a rank.
+#: Rows of a rank.
 TRAINING, EXCHANGE = "training", "exchange"
 _ROWS = (TRAINING, EXCHANGE)
-#: Of a timeline.
+#: Maximum number of steps of a timeline.
 _MAX_STEPS = 50
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank does.
+    """An activity of a rank.
 
     Attributes:
         rank: Global rank.
-        row: One of the two of a rank.
-        name: What it does.
-        begin_ms: Since the first span of all.
-        duration_ms: How long it takes.
-        step: The optimizer step, from 0.
-        waiting_ms: Of an exchange, how long this rank has waited for others; None where that is not known.
-        hidden_ms: Of an exchange, how long this rank still computed meanwhile.
+        row: Row of the rank: ``TRAINING`` or ``EXCHANGE``.
+        name: Name of the activity.
+        begin_ms: Time since the first span of all ranks, in milliseconds.
+        duration_ms: Duration, in milliseconds.
+        step: Optimizer step, from 0.
+        waiting_ms: Time in an exchange in which this rank waited for other ranks, in milliseconds; None if unknown.
+        hidden_ms: Time in an exchange in which this rank still computed, in milliseconds; None for other activities.
     """
 
     rank: int
@@ -46,10 +46,10 @@ class Span:
 
 
 def spans_of(windows: Sequence[Window]) -> list[Span]:
-    """The steps that all ranks have observed last in a row.
+    """Returns the spans of the last consecutive observed steps.
 
     Args:
-        windows: The same window of all ranks.
+        windows: Records of all ranks of one window.
     """
     kept = [window.observed(_MAX_STEPS) for window in windows]
     offsets, waiting = clock_offsets(kept), waits(kept)
@@ -62,7 +62,7 @@ def spans_of(windows: Sequence[Window]) -> list[Span]:
 
 
 def write_trace(spans: Sequence[Span], path: Path) -> None:
-    """Writes a Chrome trace: a process for each rank, with a row for its training and one for its exchanges."""
+    """Writes a Chrome trace: each rank is a process with a row for its training and a row for its exchanges."""
     events: list[dict[str, object]] = []
     for rank in sorted({span.rank for span in spans}):
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
@@ -88,7 +88,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file that replaces ``path`` in the end. A link at ``path`` is replaced and not followed."""
+    """Yields a new file that replaces ``path`` on success. A link at ``path`` is replaced, not followed."""
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}")
     with open(temporary, "xb") as file:
         yield file
