@@ -1,5 +1,5 @@
-"""Every private name of Lightning's that this package touches, one named function or alias each.
+"""Every private name of Lightning that this package uses, each in its own function or alias.
 
-Each says why it is needed and in which Lightning versions it was read. ``tests/lightning_private`` fails when one of
-them is gone, so that a new Lightning release shows there first and nowhere else.
+Each states its purpose and the Lightning versions in which it was checked. ``tests/lightning_private`` fails if a name
+is missing, so that an incompatible Lightning release fails there first.
 """

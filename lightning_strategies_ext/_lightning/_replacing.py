@@ -1,14 +1,14 @@
-"""How a method of one of the Trainer's objects is replaced, on that object alone."""
+"""Replacement of a method on a single object, such as the Trainer or one of its loops."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def replace_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Puts a function in the place of a method of an object.
+    """Replaces a method on an object by a function.
 
     Returns:
-        A function that undoes it, unless another one has taken the place since. A second call does no harm.
+        A function that restores the method, unless it has been replaced again since. Repeated calls are no-ops.
     """
     setattr(owner, name, method)
 

@@ -1,4 +1,4 @@
-"""What is private in how Lightning starts processes."""
+"""Private names of Lightning's launchers."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +13,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessScriptLauncher,
 )
 
-# What each process that the script launchers start does with OpenMP's threads (2.5 to 2.6).
+# Sets the number of OpenMP threads, as in each process that Lightning's script launchers start (2.5 to 2.6).
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -23,9 +23,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
-# The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
-# Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
-# `_MultiProcessingLauncher`: the prediction loop refuses to return predictions then. `_Launcher` is the abstract base.
+# Base classes of this package's launchers (2.5 to 2.6). On Ctrl-C, the Trainer checks whether the launcher is
+# a `_SubprocessScriptLauncher`; Fabric checks for its `_MultiProcessingLauncher`. In the Trainer, a launcher must not
+# be a `_MultiProcessingLauncher`: the prediction loop then refuses to return predictions. `_Launcher` is abstract.
 __all__ = [
     "FabricMultiProcessingLauncher",
     "FabricSubprocessScriptLauncher",
@@ -38,9 +38,9 @@ __all__ = [
 
 
 def hydra_command(local_rank: int) -> tuple[Sequence[str], str] | None:
-    """The command and the directory with which Lightning starts a rank of a script of Hydra; None for other scripts.
+    """Returns the command and directory with which Lightning starts a rank of a Hydra script; None for other scripts.
 
-    ``_call_children_scripts`` of both script launchers decides between it and a command for other scripts (2.5 to 2.6).
+    ``_call_children_scripts`` of both script launchers chooses between this command and another one (2.5 to 2.6).
     """
     if not RequirementCache("hydra-core"):
         return None
@@ -49,6 +49,6 @@ def hydra_command(local_rank: int) -> tuple[Sequence[str], str] | None:
 
 
 def say_rank(rank: int) -> None:
-    """Tells Lightning which rank this is, for what only rank 0 prints or writes."""
+    """Sets the rank of this process in Lightning's ``rank_zero_only``, which limits output and files to rank 0."""
     for decorator in (fabric_rank_zero_only, rank_zero_only):
         decorator.rank = rank  # type: ignore[attr-defined]

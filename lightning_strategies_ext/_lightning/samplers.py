@@ -1,4 +1,4 @@
-"""What is private in Lightning's distributed samplers, for the Trainer and Fabric."""
+"""Private names of Lightning's distributed samplers, for the Trainer and Fabric."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from lightning_strategies_ext._lightning._replacing import replace_method
 
 
 def users_sampler(sampler: Any) -> Any:
-    """The user's sampler in one of Lightning's distributed samplers; None if there is none.
+    """Returns the user's sampler that one of Lightning's distributed samplers wraps; None if there is none.
 
     Lightning wraps a sampler that is neither torch's ``RandomSampler`` nor its ``SequentialSampler``, and for
     ``predict`` every sampler. The dataset of such a distributed sampler is a ``_DatasetSamplerWrapper`` with the user's
@@ -21,14 +21,15 @@ def users_sampler(sampler: Any) -> Any:
 
 
 def share_orders(loader: Any, share: Callable[[Any], Any]) -> None:
-    """Replaces the order of the user's samplers in a loader that Lightning has made distributed.
+    """Replaces the order of the user's samplers in a DataLoader that Lightning has made distributed.
 
-    A distributed sampler calls ``reset``, ``__getitem__``, and ``__len__`` of its dataset. It gives the epoch to the
-    user's sampler in some versions only, so here the order receives it (2.5 to 2.6).
+    A distributed sampler calls ``reset``, ``__getitem__``, and ``__len__`` of its dataset. It passes the epoch to the
+    user's sampler in some versions only, so here the order receives the epoch (2.5 to 2.6).
 
     Args:
-        loader: The loader, after Lightning has inserted its distributed sampler.
-        share: Returns the order for a user's sampler: an object with these three methods and ``set_epoch``.
+        loader: DataLoader, after Lightning has inserted its distributed sampler.
+        share: Function that returns the order for a user's sampler: an object with these three methods and
+            ``set_epoch``.
     """
     for owner in (loader, getattr(loader, "batch_sampler", None)):
         sampler = getattr(owner, "sampler", None)

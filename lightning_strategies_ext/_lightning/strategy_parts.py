@@ -1,4 +1,4 @@
-"""What is private in Lightning's strategies."""
+"""Private names of Lightning's strategies."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,24 +24,24 @@ T = TypeVar("T")
 
 
 def layer_sync(strategy: Any) -> Any:
-    """The LayerSync plugin that ``Trainer(sync_batchnorm=True)`` sets on a strategy, or None.
+    """Returns the LayerSync plugin that ``Trainer(sync_batchnorm=True)`` sets on a strategy, or None.
 
-    The Trainer's connector writes it to this attribute and there is no public way to read it (2.5 to 2.6).
+    The Trainer's connector sets this attribute, which has no public getter (2.5 to 2.6).
     """
     return strategy._layer_sync
 
 
 def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
-    """Sets what :func:`layer_sync` reads."""
+    """Sets the LayerSync plugin of a strategy, or None."""
     strategy._layer_sync = layer_sync
 
 
 def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], None]) -> None:
     """Calls ``begin`` before each stage of a Trainer on one device, and ``end`` after it if ``begin`` returned True.
 
-    The strategy of such a Trainer is Lightning's own, so its class is changed. ``setup_environment`` comes before all
-    hooks, and ``teardown`` after all but ``on_fit_end`` and ``teardown``; ``SingleDeviceStrategy`` inherits both (2.5
-    to 2.6). A second call does nothing.
+    The strategy of such a Trainer is Lightning's own, so this function changes its class. ``setup_environment`` runs
+    before all hooks, and ``teardown`` after all hooks but ``on_fit_end`` and ``teardown``; ``SingleDeviceStrategy``
+    inherits both (2.5 to 2.6). Repeated calls are no-ops.
     """
     if "setup_environment" in vars(SingleDeviceStrategy):
         return
@@ -64,11 +64,12 @@ def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], N
 
 
 def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
-    """How a strategy writes checkpoints; as ``default`` does if the user has named no other way.
+    """Returns the plugin with which a strategy writes checkpoints: the user's plugin, or else ``default()``.
 
-    A writer that hands checkpoints on to another, as ``AsyncCheckpointIO`` does, gets it as that other one; its setter
-    keeps one that the user has given. Lightning's strategies do the same with Lightning's own writer, and its
-    connectors ask for the attribute, which is None until then. The class has no public name either (2.5 to 2.6).
+    A wrapping plugin, such as ``AsyncCheckpointIO``, gets the default as its inner plugin; its setter ignores the
+    default if the user has passed an inner plugin. Lightning's strategies do the same with Lightning's own default.
+    Lightning's connectors read the attribute, which is None until then. The class has no public name either (2.5 to
+    2.6).
     """
     if strategy._checkpoint_io is None:
         strategy._checkpoint_io = default()
@@ -78,19 +79,19 @@ def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
 
 
 def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
-    """Sets how a strategy writes checkpoints; see :func:`checkpoint_io_of`."""
+    """Sets the plugin with which a strategy writes checkpoints."""
     strategy._checkpoint_io = checkpoint_io
 
 
 def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
-    """Returns a decorator for strategies that refuse a LightningModule made by ``torch.compile``.
+    """Returns a decorator for strategies that reject a LightningModule from ``torch.compile``.
 
-    The Trainer refuses it as well: after it has set the strategy's attribute for the module and before it calls any
-    method of the strategy, in a message that names two strategies of its own. The attribute and the mark on a compiled
-    LightningModule are private (2.5 to 2.6).
+    The Trainer rejects it as well, in a message that names two of Lightning's strategies: after it has set the
+    strategy's attribute for the module, and before it calls any method of the strategy. The attribute and the mark on a
+    compiled LightningModule are private (2.5 to 2.6).
 
     Args:
-        ways_out: End of the message: what the user can do.
+        ways_out: End of the message: the alternatives for the user.
     """
 
     def decorate(strategy_class: type[T]) -> type[T]:
@@ -101,7 +102,7 @@ def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
 
 
 class _CompiledModuleRefusal:
-    """Descriptor without ``__get__``: reads find the module in the strategy's dictionary, at no cost."""
+    """Descriptor without ``__get__``: reads find the module in the strategy's ``__dict__``, without overhead."""
 
     def __init__(self, ways_out: str) -> None:
         self._ways_out = ways_out

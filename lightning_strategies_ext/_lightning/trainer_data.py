@@ -1,4 +1,4 @@
-"""What is private in where the Trainer's loops get their batches."""
+"""Private names with which the Trainer's loops get their batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from lightning_strategies_ext._lightning._replacing import replace_method
 
 
 def data_of(trainer: Any) -> list[Any]:
-    """What the Trainer's loops take their loaders from: the user's loaders, LightningModule and datamodule.
+    """Returns the sources of the DataLoaders of the Trainer's loops: DataLoaders, LightningModule or datamodule.
 
-    ``_data_source`` is where the Trainer attaches them, in the process that runs the stage (2.5 to 2.6).
+    The Trainer attaches them to ``_data_source``, in the process that runs the stage (2.5 to 2.6).
     """
     loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
     loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
@@ -21,12 +21,12 @@ def data_of(trainer: Any) -> list[Any]:
 
 
 def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``then`` whenever ``fit`` has made its training loaders.
+    """Calls ``then`` whenever ``fit`` has created its training DataLoaders.
 
-    ``FitLoop.setup_data`` makes them, before the first epoch and where they are to be reloaded (2.5 to 2.6).
+    ``FitLoop.setup_data`` creates them, before the first epoch and when they are reloaded (2.5 to 2.6).
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     fit_loop = trainer.fit_loop
     setup_data = fit_loop.setup_data
@@ -39,14 +39,14 @@ def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
 
 
 def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
-    """Lets ``predict`` accept a loader with fewer samples than ranks, by an empty share for the ranks without samples.
+    """Makes ``predict`` accept a DataLoader with fewer samples than ranks: ranks without samples get an empty shard.
 
-    ``DataConnector._resolve_sampler`` makes the sampler of a loader, for ``predict`` a
+    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, for ``predict`` an
     ``UnrepeatedDistributedSamplerWrapper``, which asserts that it has a sample (2.5 to 2.6). The attributes ``rank``
     and ``num_samples`` turn the sampler of rank 0 into that of a rank without samples.
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     connector = trainer._data_connector
     resolve_sampler = connector._resolve_sampler
@@ -64,18 +64,18 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
 
 
 def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -> Callable[[], None]:
-    """Lets a rank that has no batches run the hooks of an evaluation for which other ranks have batches.
+    """Makes a rank without batches run the hooks of an evaluation for which other ranks have batches.
 
-    A loop runs no hook if its ``max_batches`` add up to 0. ``setup_data`` creates a new list of them, and rejects a
+    A loop runs no hook if the sum of its ``max_batches`` is 0. ``setup_data`` creates a new list of them, and rejects a
     rank without batches unless ``allow_zero_length_dataloader_with_multiple_devices`` is True (2.5 to 2.6). Here,
     ``predict`` accepts such a rank, because its ranks exchange nothing.
 
     Args:
         trainer: The Trainer.
-        does_any_rank: Whether any rank says yes; a collective.
+        does_any_rank: Collective that returns whether its argument is True on any rank.
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     is_predicting = trainer.state.fn == TrainerFn.PREDICTING
     loop = {
@@ -109,15 +109,16 @@ def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -
 
 
 def data_fetcher_of(trainer: Any) -> Any:
-    """What ``fit`` takes its batches from, ``FitLoop._data_fetcher``; None before there is one (2.5 to 2.6)."""
+    """Returns the object from which ``fit`` gets batches, ``FitLoop._data_fetcher``; None before setup (2.5 to 2.6)."""
     return trainer.fit_loop._data_fetcher
 
 
 def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
-    """Lets ``fit`` take its batches from something else, so many per epoch.
+    """Replaces the object from which ``fit`` gets batches, and the number of batches per epoch.
 
-    ``FitLoop._data_fetcher`` is iterated over, and asked for ``done``, ``fetched`` and what Lightning's own has.
-    ``FitLoop.max_batches`` and ``Trainer.val_check_batch`` are what ``setup_data`` makes of its length (2.5 to 2.6).
+    The loop iterates over ``FitLoop._data_fetcher``, and reads ``done``, ``fetched`` and other attributes of
+    Lightning's fetcher. ``setup_data`` derives ``FitLoop.max_batches`` and ``Trainer.val_check_batch`` from its length
+    (2.5 to 2.6).
     """
     fit_loop = trainer.fit_loop
     fit_loop._data_fetcher = fetcher
@@ -130,30 +131,30 @@ def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
 
 
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """The states that ``fit`` is about to give to the training loaders that it makes.
+    """Returns the states that ``fit`` is about to load into its new training DataLoaders.
 
-    It does so, from ``_combined_loader_states_to_load``, when it has asked them for their length (2.5 to 2.6).
+    It takes them from ``_combined_loader_states_to_load``, after it has read the DataLoaders' length (2.5 to 2.6).
     """
     states: list[dict[str, Any]] = trainer.fit_loop._combined_loader_states_to_load
     return states if trainer.fit_loop.restarting else []
 
 
 def states_of_loaders(trainer: Any) -> list[dict[str, Any]]:
-    """Where the training loaders of ``fit`` are, of those that say it, as a checkpoint has it.
+    """Returns the states of the training DataLoaders of ``fit`` that have states, as in a checkpoint.
 
-    ``FitLoop.on_save_checkpoint`` asks ``_combined_loader`` for it, which is where the stage ran (2.5 to 2.6).
+    ``FitLoop.on_save_checkpoint`` gets them from ``_combined_loader``, in the process that ran the stage (2.5 to 2.6).
     """
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader._state_dicts())
 
 
 def forget_training_data(trainer: Any) -> None:
-    """Lets ``fit`` make its training loaders anew, of ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
+    """Makes ``fit`` create new training DataLoaders: resets ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
     _forget_loaders(trainer.fit_loop)
 
 
 def forget_data(trainer: Any) -> None:
-    """Lets ``fit`` make its loaders anew, those of validation too, as :func:`forget_training_data`."""
+    """Makes ``fit`` create new DataLoaders for training and validation."""
     forget_training_data(trainer)
     _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
 

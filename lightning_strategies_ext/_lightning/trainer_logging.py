@@ -1,4 +1,4 @@
-"""What is private in what ``self.log`` adds up."""
+"""Private names of the values that ``self.log`` accumulates."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class _ResultMetricInPlace(_ResultMetric):
 
 
 class _ResultCollectionInPlace(_ResultCollection):
-    #: What an earlier process has added up, for metrics that this one has not made yet.
+    #: Values accumulated by an earlier process, for metrics that this process has not created yet.
     found: dict[str, dict[str, Any]] | None = None
 
     def __setitem__(self, key: str, metric: Any) -> None:
@@ -28,11 +28,11 @@ class _ResultCollectionInPlace(_ResultCollection):
 
 
 def skip_needless_moves(trainer: Any) -> None:
-    """Spares each ``self.log`` call a walk through the logged value's attributes that moves it to where it already is.
+    """Skips a needless move of the logged value in each ``self.log`` call, which visits all attributes of the value.
 
     ``_ResultCollection.log`` calls ``to(value.device)`` on the stored metric every time (2.5 to 2.6), which takes 0.2
     to 0.4 ms of Python per logged value and step, longer than a small all-reduce. Only this Trainer's collections
-    change; what they hold and return does not.
+    change; their content and results do not.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
@@ -40,17 +40,17 @@ def skip_needless_moves(trainer: Any) -> None:
 
 
 def step_of_loggers(trainer: Any) -> int:
-    """The step under which ``self.log`` hands values to loggers now, ``_batches_that_stepped`` (2.5 to 2.6)."""
+    """Returns the step that ``self.log`` currently passes to loggers, ``_batches_that_stepped`` (2.5 to 2.6)."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def logged_per_epoch(trainer: Any) -> list[Any]:
-    """The metrics in which ``fit`` adds up what is logged with ``on_epoch=True``, ``_results`` (2.5 to 2.6)."""
+    """Returns the metrics in which ``fit`` accumulates values for ``on_epoch=True``, ``_results`` (2.5 to 2.6)."""
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
 
 
 def sums_of_logging(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
-    """What ``self.log`` has added up in this epoch, by the keys of ``_results``, and its position (2.5 to 2.6)."""
+    """Returns the position of ``self.log`` and its sums of this epoch, by the keys of ``_results`` (2.5 to 2.6)."""
     results = trainer.fit_loop.epoch_loop._results
     return position_of_logging(trainer), {
         key: dict(metric.metric_state)
@@ -60,14 +60,14 @@ def sums_of_logging(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
 
 
 def set_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
-    """Lets ``self.log`` go on from what :func:`sums_of_logging` has read in another process."""
+    """Makes ``self.log`` continue from the position and sums that another process has had."""
     position, found = sums
     trainer.fit_loop.epoch_loop._results.found = found
     set_position_of_logging(trainer, position)
 
 
 def add_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
-    """The same of some values, also where this process has them already; the others stay as they are."""
+    """Like :func:`set_sums_of_logging`, but also for metrics that exist already; keeps the sums of other metrics."""
     position, found = sums
     results = trainer.fit_loop.epoch_loop._results
     for key in found.keys() & results.keys():
@@ -77,9 +77,9 @@ def add_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]
 
 
 def merging_of_logging(trainer: Any) -> dict[str, str]:
-    """How ``self.log`` makes one of what ranks have added up, by the keys of ``_results``, where it does (2.5 to 2.6).
+    """Returns how ``self.log`` reduces values over ranks, by the keys of ``_results``, if it does (2.5 to 2.6).
 
-    That is "sum" (for means, too), "max" or "min", as ``meta`` has it.
+    Values are "sum" (also for means), "max" or "min", according to ``meta``.
     """
     return {
         key: "max" if metric.meta.is_max_reduction else "min" if metric.meta.is_min_reduction else "sum"
@@ -89,17 +89,17 @@ def merging_of_logging(trainer: Any) -> dict[str, str]:
 
 
 def position_of_logging(trainer: Any) -> tuple[Any, Any]:
-    """Where in the epoch ``self.log`` is: it begins an epoch's sums anew at the first batch (2.5 to 2.6)."""
+    """Returns the position of ``self.log`` in the epoch; at the first batch it resets its sums (2.5 to 2.6)."""
     connector = trainer._logger_connector
     return connector._first_loop_iter, connector._current_fx
 
 
 def set_position_of_logging(trainer: Any, position: tuple[Any, Any]) -> None:
-    """Sets what :func:`position_of_logging` reads."""
+    """Sets the position of ``self.log`` in the epoch."""
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = position
 
 
 def is_bound_to_stage(value: Any) -> bool:
-    """Whether a loop keeps this object for the stage that runs only: the accumulated results (2.5 to 2.6)."""
+    """Whether a loop keeps this object only for the current stage: the accumulated results (2.5 to 2.6)."""
     return isinstance(value, _ResultCollection)

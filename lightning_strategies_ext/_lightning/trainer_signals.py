@@ -1,4 +1,4 @@
-"""What is private in how the Trainer handles SIGTERM, and the signal by which SLURM says that time is nearly over."""
+"""Private names with which the Trainer handles SIGTERM, and SLURM's signal before the end of a job's time."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import (
-    log as lightning_log,  # only Lightning's loggers are shown
+    log as lightning_log,  # only loggers of Lightning are shown
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
@@ -16,24 +16,24 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 def intercept_sigterm(
     trainer: Any, on_signal: Callable[[], None], before_train_step: Callable[[], None]
 ) -> Callable[[], None]:
-    """Puts our SIGTERM agreement in the place of Lightning's.
+    """Replaces Lightning's SIGTERM handling by this package's stop agreement.
 
     Three attributes are set on the Trainer's own objects, none on a class:
 
     * ``_signal_connector._sigterm_notifier_fn`` is Lightning's handler. From 2.5.3 it runs a broadcast inside the
-      signal handler, and on every version it sets a flag that makes only the signalled rank stop.
+      signal handler, and in every version it sets a flag that makes only the signaled rank stop.
     * ``fit_loop.epoch_loop._broadcast_sigterm_tensor`` (2.5.3 to 2.6; absent before) is a blocking broadcast and a
-      host-device synchronisation per training step.
-    * ``fit_loop.epoch_loop.advance`` (2.5 to 2.6) runs one training step. Its start is the only point where no batch
-      has been drawn and every progress counter is complete, which is what a checkpoint needs.
+      host-device synchronization per training step.
+    * ``fit_loop.epoch_loop.advance`` (2.5 to 2.6) runs one training step. Its start is the only point at which no batch
+      has been fetched and every progress counter is complete, as a checkpoint requires.
 
     Args:
         trainer: The Trainer.
-        on_signal: Called in the signal handler, in the main thread.
-        before_train_step: Called before each training step; may raise to end the run.
+        on_signal: Function that is called in the signal handler, in the main thread.
+        before_train_step: Function that is called before each training step; may raise to end the run.
 
     Returns:
-        A function that says to the Trainer that a SIGTERM was agreed on (``trainer.received_sigterm`` becomes True).
+        A function that sets ``trainer.received_sigterm`` to True, after the ranks have agreed to stop.
     """
     connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     release_sigterm(trainer)
@@ -57,23 +57,24 @@ def intercept_sigterm(
 
 
 def note_sigterm(trainer: Any) -> None:
-    """Makes ``trainer.received_sigterm``, which is public to read, True (2.5 to 2.6)."""
+    """Sets ``trainer.received_sigterm`` to True, which has no public setter (2.5 to 2.6)."""
     trainer._signal_connector.received_sigterm = True
 
 
 def intercept_requeueing(trainer: Any, on_signal: Callable[[], None]) -> Callable[[], None] | None:
-    """Puts our agreement in the place of what Lightning does when SLURM says that a job's time is nearly over.
+    """Replaces Lightning's handler of SLURM's signal before the end of a job's time by this package's stop agreement.
 
     ``_signal_connector._slurm_sigusr_handler_fn`` (2.5 to 2.6) saves a checkpoint inside the signal handler, where its
-    barrier meets whatever collective the other ranks are in, and asks SLURM to queue the job again. To be called after
+    barrier mismatches any collective that other ranks are in, and has SLURM requeue the job. Call this function after
     :func:`intercept_sigterm`.
 
     Args:
         trainer: The Trainer.
-        on_signal: Called in the signal handler, in the main thread.
+        on_signal: Function that is called in the signal handler, in the main thread.
 
     Returns:
-        What saves and asks, where all ranks are before the same step; None where Lightning would do neither.
+        A function that saves the checkpoint and requeues the job, to be called on all ranks before the same step; None
+        if Lightning would not requeue the job.
     """
     environment, connector = trainer.strategy.cluster_environment, trainer._signal_connector
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -89,9 +90,9 @@ def intercept_requeueing(trainer: Any, on_signal: Callable[[], None]) -> Callabl
 
 @contextmanager
 def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
-    """A checkpoint that is saved inside it, within a validation of ``fit``, is one of the validation's first step.
+    """Makes a checkpoint that is saved in this context, during a validation of ``fit``, one of its first step.
 
-    From one of a later step Lightning validates on as many batches as were left then, and logs the mean over these
+    From a checkpoint of a later step, Lightning would validate only the remaining batches, and log the mean over these
     (2.5 to 2.6: ``fit_loop.epoch_loop.val_loop.batch_progress``).
     """
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
@@ -110,9 +111,9 @@ def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether the batch before this one was not the last of its window of accumulation.
+    """Whether the previous batch was not the last of its accumulation window.
 
-    In the last epoch of ``StochasticWeightAveraging``, which trains nothing, no batch is. Neither
+    In the last epoch of ``StochasticWeightAveraging``, which does not train, always True. Neither
     ``fit_loop.epoch_loop.batch_progress`` nor ``fit_loop._skip_backward`` has a public name (2.5 to 2.6).
     """
     if trainer.fit_loop._skip_backward:
@@ -122,7 +123,7 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def release_sigterm(trainer: Any) -> None:
-    """Undoes :func:`intercept_sigterm` and :func:`intercept_requeueing`; harmless when there is nothing to undo."""
+    """Reverts :func:`intercept_sigterm` and :func:`intercept_requeueing`; a no-op if there is nothing to revert."""
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         vars(trainer._signal_connector).pop(name, None)
     for name in ("advance", "_broadcast_sigterm_tensor"):

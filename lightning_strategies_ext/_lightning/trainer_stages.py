@@ -1,4 +1,4 @@
-"""What is private in how the Trainer runs a stage: its loops, its connectors, their checkpoints, its end."""
+"""Private names with which the Trainer runs a stage: loops, connectors, checkpoints, teardown."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -7,13 +7,13 @@ from typing import Any
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 
-# How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
+# Exception by which learning rate and batch size finders end a trial on all ranks, which then continue (2.5 to 2.6).
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 
 from lightning_strategies_ext._lightning._replacing import replace_method
 
-#: Attributes that callbacks change during ``fit`` and that their states lack, or fail to restore (2.5 to 2.6). Classes
+#: Attributes that callbacks change during ``fit`` and that their states lack or do not restore (2.5 to 2.6). Classes
 #: are given by name, because not all releases have all of them.
 _UNSAVED = {
     "SpikeDetection": ("last_val", "running_mean", "bad_batches"),
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def loops_of(trainer: Any) -> list[Any]:
-    """The Trainer's loops, with the loops inside them: what holds the progress of a run.
+    """Returns the Trainer's loops, including nested ones, which contain the progress of a run.
 
-    ``trainer.fit_loop`` and its siblings are public; that loops hold loops, and are of one class, is not (2.5 to 2.6).
+    ``trainer.fit_loop`` and its siblings are public; their nested loops and common class are not (2.5 to 2.6).
     """
     found: list[Any] = []
     waiting: list[Any] = [trainer]
@@ -56,10 +56,9 @@ def loops_of(trainer: Any) -> list[Any]:
 
 
 def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
-    """The connector that holds the logged metrics, and the Trainer's other connectors.
+    """Returns the connector with the logged metrics, and a list of the Trainer's other connectors.
 
-    ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are public to read and cannot be set
-    (2.5 to 2.6).
+    ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` have no public setters (2.5 to 2.6).
     """
     metrics = trainer._logger_connector
     others = [value for value in vars(trainer).values() if ".trainer.connectors." in type(value).__module__]
@@ -72,19 +71,19 @@ def surround_fit(
     run_trial: Callable[[Callable[[], None]], None],
     before_epoch: Callable[[], None],
 ) -> Callable[[], None]:
-    """Lets ``run`` decide how often ``fit`` runs its loop.
+    """Makes ``run`` decide how often ``fit`` runs its loop.
 
-    ``FitLoop.run`` goes on from the progress that its loops have, ``FitLoop.on_advance_start`` begins an epoch, and
+    ``FitLoop.run`` continues from the progress of its loops, ``FitLoop.on_advance_start`` begins an epoch, and
     ``Trainer._run_stage`` runs the loop once. The learning rate finder runs it as well, in a hook (2.5 to 2.6).
 
     Args:
         trainer: The Trainer.
-        run: Called with ``FitLoop.run``, in its place.
-        run_trial: Called with ``FitLoop.run``, in its place, where a callback runs it.
-        before_epoch: Called before each epoch.
+        run: Function that is called instead of ``FitLoop.run``, with ``FitLoop.run`` as its argument.
+        run_trial: Same for calls of ``FitLoop.run`` by a callback.
+        before_epoch: Function that is called before each epoch.
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     fit_loop = trainer.fit_loop
     on_advance_start, run_stage, train = fit_loop.on_advance_start, trainer._run_stage, fit_loop.run
@@ -117,12 +116,12 @@ def surround_fit(
 
 
 def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
-    """Lets the learning rate finders among some callbacks find nothing.
+    """Disables the learning rate finders among some callbacks.
 
     ``on_fit_start`` calls ``lr_find``, which saves a checkpoint, trains, and restores it (2.5 to 2.6).
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     undos: list[Callable[[], None]] = []
     for callback in callbacks:
@@ -137,13 +136,13 @@ def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
 
 
 def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None]:
-    """Calls ``then`` whenever ``fit`` is about to ask for a training batch, with what :func:`step_of_loggers` gives.
+    """Calls ``then`` before ``fit`` requests a training batch, with the result of :func:`step_of_loggers`.
 
-    No hook comes between the end of a batch and that; ``_TrainingEpochLoop.on_run_start`` has the fetcher call
-    ``_on_before_fetch``, for the profiler (2.5 to 2.6).
+    No hook is called between the end of a batch and this request; ``_TrainingEpochLoop.on_run_start`` makes the fetcher
+    call ``_on_before_fetch``, for the profiler (2.5 to 2.6).
 
     Returns:
-        A function that undoes it.
+        A function that reverts the change.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     on_before_fetch = epoch_loop._on_before_fetch
@@ -156,10 +155,10 @@ def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None
 
 
 def call_hooks(callback: Any, names: Iterable[str], is_on: bool) -> None:
-    """Lets Lightning call some hooks of a callback, as ever, or not.
+    """Enables or disables some hooks of a callback.
 
-    It takes three microseconds for each of a callback's hooks, also for those that do nothing, but not for what is no
-    function: ``_call_callback_hooks`` asks ``callable(getattr(callback, name))`` (2.5 to 2.6).
+    Each hook of a callback takes Lightning three microseconds, even if it is empty, unless the attribute is not a
+    function: ``_call_callback_hooks`` checks ``callable(getattr(callback, name))`` (2.5 to 2.6).
     """
     for name in names:
         if is_on:
@@ -169,7 +168,7 @@ def call_hooks(callback: Any, names: Iterable[str], is_on: bool) -> None:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """The checkpoint that ``trainer.save_checkpoint`` would write; there is no public way to have it (2.5 to 2.6)."""
+    """Returns the checkpoint that ``trainer.save_checkpoint`` would write, without a file (2.5 to 2.6)."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint
 
@@ -177,7 +176,7 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 def dump_commit(trainer: Any) -> dict[str, Any]:
     """Returns a checkpoint without the state of ``SpikeDetection``, which Lightning cannot load (2.5 to 2.6).
 
-    :func:`settings_of` has that state.
+    :func:`settings_of` contains that state.
     """
     checkpoint = dump_checkpoint(trainer)
     for callback in trainer.callbacks:
@@ -187,10 +186,11 @@ def dump_commit(trainer: Any) -> dict[str, Any]:
 
 
 def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """What ``fit(ckpt_path=...)`` does with a checkpoint, in the middle of a ``fit``.
+    """Restores a checkpoint as ``fit(ckpt_path=...)`` does, but during a ``fit``.
 
-    The connector reads from ``_loaded_checkpoint``, and otherwise only files (2.5 to 2.6). What has unfrozen parameters
-    gives optimizers their groups at the beginning of ``fit``, and where that is restored, before their states.
+    The connector restores ``_loaded_checkpoint``, and otherwise reads only files (2.5 to 2.6). Callbacks that unfreeze
+    parameters must restore the optimizers' parameter groups before the optimizers' states; they do so at the beginning
+    of ``fit``.
     """
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
@@ -207,10 +207,10 @@ def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _begin_averaging_again(trainer: Any, callback: StochasticWeightAveraging) -> None:
-    """Makes the parts of `StochasticWeightAveraging` that are in no checkpoint those of the epoch that is restored.
+    """Resets the state of ``StochasticWeightAveraging`` that no checkpoint contains to that of the restored epoch.
 
-    The first epoch that is averaged creates the scheduler and the counter, in ``on_train_epoch_start`` (2.5 to 2.6). A
-    restored epoch that has begun does not call this hook.
+    The first averaged epoch creates the scheduler and the counter, in ``on_train_epoch_start`` (2.5 to 2.6). An epoch
+    that is restored after its beginning does not call this hook.
     """
     callback.reset_momenta()
     callback.momenta = {}
@@ -222,7 +222,7 @@ def _begin_averaging_again(trainer: Any, callback: StochasticWeightAveraging) ->
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """What callbacks may change in the Trainer, its loops and themselves during ``fit``, and no checkpoint holds.
+    """Returns attributes of the Trainer, its loops and callbacks that callbacks may change and no checkpoint contains.
 
     ``GradientAccumulationScheduler`` and ``StochasticWeightAveraging`` change the Trainer (2.5 to 2.6).
     """
@@ -246,7 +246,7 @@ def _unsaved_of(callback: Any) -> dict[str, Any]:
 
 
 def apply_settings(trainer: Any, settings: dict[str, Any]) -> None:
-    """Makes settings those that :func:`settings_of` gave; backward passes are not skipped then (2.5 to 2.6)."""
+    """Applies the result of :func:`settings_of`, and enables backward passes again (2.5 to 2.6)."""
     fit_loop = trainer.fit_loop
     owners = {
         **dict.fromkeys(("max_epochs", "min_epochs"), fit_loop),
@@ -261,9 +261,9 @@ def apply_settings(trainer: Any, settings: dict[str, Any]) -> None:
 
 
 def found_by_trials(trainer: Any) -> dict[str, Any]:
-    """Attributes of the module that the learning rate finders set, with their values.
+    """Returns the attributes of the module that the learning rate finders set, with their values.
 
-    ``_attr_name`` names them; an empty name stands for the first of two (2.5 to 2.6).
+    ``_attr_name`` contains the name; if it is empty, the finder uses the first of two names that exists (2.5 to 2.6).
     """
     found: dict[str, Any] = {}
     module = trainer.lightning_module
@@ -277,35 +277,35 @@ def found_by_trials(trainer: Any) -> dict[str, Any]:
 
 
 def start_training(trainer: Any) -> None:
-    """Creates the training loaders and calls the ``on_train_start`` hooks, as ``FitLoop.run`` does first (2.5 to 2.6).
+    """Creates the training DataLoaders and calls the ``on_train_start`` hooks, as ``FitLoop.run`` does (2.5 to 2.6).
 
-    ``FitLoop.run`` does it again, and has no public part that does it alone.
+    No public method does only this; ``FitLoop.run`` then repeats it.
     """
     trainer.fit_loop.setup_data()
     trainer.fit_loop.on_run_start()
 
 
 def leave_evaluation(trainer: Any) -> None:
-    """Makes a Trainer that an exception has taken out of a validation within ``fit`` as it is outside of one.
+    """Ends a validation within ``fit`` that an exception has interrupted.
 
-    What the validation has logged so far is in ``val_loop._results`` (2.5 to 2.6).
+    ``val_loop._results`` contains the values that it has logged (2.5 to 2.6).
     """
     trainer.fit_loop.epoch_loop.val_loop._results.reset()
     trainer.training = True
 
 
 def end_restart(trainer: Any) -> None:
-    """Says that all that came before the next training step was done, a validation that was due included.
+    """Marks everything before the next training step as done, including a validation that was due.
 
-    ``_TrainingEpochLoop.advance`` looks at the first step after a restart whether a validation is to be made up for
-    (2.5 to 2.6), which a checkpoint does not say that was taken right before a step.
+    At the first step after a restart, ``_TrainingEpochLoop.advance`` checks whether it must make up for a validation
+    (2.5 to 2.6). A checkpoint from right before a step does not contain whether it was done.
     """
     trainer.fit_loop.epoch_loop._restarting = False
 
 
 def tear_down(trainer: Any) -> None:
-    """What the Trainer does after an exception, in the process that it runs in: strategy, loops, signal handlers.
+    """Tears down a stage in its process as the Trainer does after an exception: strategy, loops, signal handlers.
 
-    There is no public way to end a stage from outside of it (2.5 to 2.6).
+    No public method does this from outside of the stage (2.5 to 2.6).
     """
     trainer._teardown()

@@ -1,4 +1,4 @@
-"""What is private in what users give to Lightning: modules, optimizers, metrics, generators of random numbers."""
+"""Private names for objects of users: modules, optimizers, metrics, random number generators."""
 
 from collections.abc import Iterable
 from inspect import getclosurevars
@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
-# The states of all generators of random numbers, which torch, numpy and Python have no common name for (2.5 to 2.6).
+# States of all random number generators, of torch, NumPy and Python (2.5 to 2.6).
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from torchmetrics import Metric
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def set_device(module: torch.nn.Module, device: torch.device) -> None:
-    """Sets what the property ``device`` of LightningModules and the like returns.
+    """Sets the value of the property ``device`` of a LightningModule or similar class.
 
-    The property has no setter, and ``module.to(device)`` would move the parameters too (2.5 to 2.6).
+    The property has no setter, and ``module.to(device)`` would also move the parameters (2.5 to 2.6).
     """
     if isinstance(module, _DeviceDtypeModuleMixin):
         module._device = device
 
 
 def take_redirection(module: torch.nn.Module) -> str | None:
-    """The method that Fabric wants called in place of ``forward``, or None; ``forward`` is itself again then.
+    """Restores ``forward``, and returns the name of the method that Fabric has redirected it to; None if it has not.
 
-    For ``fabric_module.training_step(...)`` and methods given to ``mark_forward_method``, Fabric sets ``forward`` of
-    the user's module to a function that calls the method of that module (2.5 to 2.6: ``_FabricModule.
+    For ``fabric_module.training_step(...)`` and methods passed to ``mark_forward_method``, Fabric replaces ``forward``
+    of the user's module by a function that calls the method of that module (2.5 to 2.6: ``_FabricModule.
     _redirection_through_forward``). A replica must call its own, so the name is read from the function's closure.
     """
     forward = vars(module).get("forward")
@@ -49,10 +49,10 @@ def take_redirection(module: torch.nn.Module) -> str | None:
 
 
 def trainer_of(module: Any) -> Any:
-    """The Trainer that a LightningModule is attached to, or None.
+    """Returns the Trainer to which a LightningModule is attached, or None.
 
-    The public property ``LightningModule.trainer`` raises when there is none, which is what a teardown after an early
-    exception meets (2.5 to 2.6).
+    The public property ``LightningModule.trainer`` raises without a Trainer, for example in the teardown after an early
+    exception (2.5 to 2.6).
     """
     return module._trainer
 
@@ -60,11 +60,11 @@ def trainer_of(module: Any) -> Any:
 def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
     """Moves the state of optimizers to ``device``.
 
-    Lightning has no public function for it; a state dict round trip would copy more (2.5 to 2.6).
+    Lightning has no public function for this; ``state_dict`` and ``load_state_dict`` would copy more (2.5 to 2.6).
     """
     _optimizers_to_device(list(optimizers), device)
 
 
 def merging_of_metric(metric: Metric) -> dict[str, Any]:
-    """How a metric makes one of what processes have, by state; ``_reductions`` tells it (torchmetrics 1.0 to 1.9)."""
+    """Returns the reduction of each state of a metric over processes, ``_reductions`` (torchmetrics 1.0 to 1.9)."""
     return dict(metric._reductions)
