@@ -52,11 +52,11 @@ from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
-#: Time for which surviving ranks wait for a rank in the next world before they save a checkpoint, in seconds. The
+#: Time for which surviving ranks wait for their rank in the next world before they save a checkpoint, in seconds. The
 #: driver assigns ranks immediately if there are enough slots.
 SAVE_AFTER_S = 5.0
-#: Time for which a rank that got a SIGTERM while it waited for a rank waits for the driver's reply that it is not
-#: needed, in seconds. The driver replies immediately, unless it has ended the job.
+#: Timeout for the driver's reply to a process that got a SIGTERM while it waited for its rank in the next world, in
+#: seconds. The driver replies immediately that no rank is left for it, unless the driver has ended the job.
 ANSWER_S = 0.5
 #: Time for which a rank continues a validation after a SIGTERM, in seconds: if the validation ends in time, no step is
 #: repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.

@@ -184,7 +184,7 @@ def share_out(
         )
     batch_size = batch_size_of(batches.batch_size)
     shared = ElasticSampler(sampler, rank, world_size, batch_size, batches_done)
-    # DataLoader forbids to set this attribute; a new DataLoader would lose a subclass of the user.
+    # DataLoader forbids setting this attribute; a new DataLoader would not be of the user's subclass.
     vars(loader)["batch_sampler"] = ElasticBatchSampler(shared, batch_size, batches.drop_last, batches)
     # Lightning saves the state of DataLoaders with these methods in every checkpoint.
     loader.state_dict, loader.load_state_dict = shared.state_dict, shared.load_state_dict

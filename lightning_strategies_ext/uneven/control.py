@@ -278,8 +278,7 @@ class UnevenInputsControl:
     def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
         if self._way == "error":
             if not _draws_for_the_step(fetcher) or self._device.type != "cpu":
-                # Not checked: this object does not see the end of the batches, or a GPU would have to be awaited in
-                # each step.
+                # Not checked: the step fetches the batches itself, or each step would have to wait for the GPU.
                 return
             agreed = self._trainer.fit_loop.max_batches
         else:
