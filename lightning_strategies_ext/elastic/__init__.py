@@ -1,6 +1,7 @@
-"""Elastic training over Horovod: ranks may fail, leave, and join during ``fit``.
+"""Elastic training: ranks may fail, leave, and join during ``fit``.
 
-``horovodrun --host-discovery-script ...`` starts ranks when hosts join, and assigns each rank its number in the next
-world. The ranks hold a commit of their state in memory. When the world changes, all ranks restore the newest commit
-without a restart of their processes, and shard the remaining samples again. Read :mod:`.fit` first.
+Each rank holds a commit of its training state in memory. When the world changes, each process gets its rank in the next
+world: from ``horovodrun --host-discovery-script ...``, from the main process that manages the workers, or from
+torchrun. All ranks restore the newest commit and shard the remaining samples again. Only torchrun restarts processes;
+their commits outlive them (:mod:`.kept`). Read :mod:`.fit` first.
 """

@@ -218,7 +218,7 @@ class KeptCommit(Commit):
         trainer_logging.set_sums_of_logging(trainer, sums)
 
     def note(self, step: int) -> None:
-        """Records the number of optimizer steps done for a restarted process."""
+        """Records the number of optimizer steps done, which a restarted process reads."""
         if self._memory is not None:
             self._memory.done = step
 
