@@ -1,1 +1,1 @@
-"""The strategies' faces for the Trainer: what Lightning calls, and in which order."""
+"""Strategies for the Trainer; their methods are in the order in which the Trainer calls them."""

@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks: torch's layer, and Horovod's, compute it on GPUs only."""
+"""Synchronized batch normalization: the layers of torch and Horovod support GPUs only."""
 
 import torch
 from torch.nn import Module
@@ -6,14 +6,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def check_can_be_synchronized(module: Module, device: torch.device) -> None:
-    """Refuses batch normalisation that is to be synchronised between CPUs.
+    """Rejects synchronized batch normalization on CPUs.
 
     Args:
-        module: To be trained. One without such layers has nothing to synchronise.
-        device: Of this rank.
+        module: Module to train; a module without batch normalization is accepted.
+        device: Device of this rank.
 
     Raises:
-        ValueError: If it is.
+        ValueError: If the module has batch normalization and the device is a CPU.
     """
     if device.type == "cpu" and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         raise ValueError(

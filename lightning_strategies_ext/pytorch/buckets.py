@@ -1,4 +1,4 @@
-"""``bucket_cap_mb="auto"`` under the Trainer: between two steps, the module is put into DDP anew, in other buckets."""
+"""``bucket_cap_mb="auto"`` under the Trainer: wraps the module in DDP again between steps, with other bucket sizes."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ _ASKED_FOR = f"`bucket_cap_mb={AUTO!r}`"
 
 
 class BucketsByTrial(_Base):
-    """The part of a strategy that tries sizes of buckets, if it was asked to; inherited from first."""
+    """Mixin that tries bucket sizes if requested; precedes the strategy among the base classes."""
 
     _ddp_kwargs: dict[str, Any]
     _bucket_sizes: Mapping[str, float] = {}
@@ -32,14 +32,14 @@ class BucketsByTrial(_Base):
     _bucket_search: BucketSearch | None = None
 
     def _take_bucket_size(self, ddp_kwargs: dict[str, Any], **others: Any) -> None:
-        """Takes the size out of DDP's arguments if it is to be tried out.
+        """Removes ``bucket_cap_mb="auto"`` from DDP's arguments and enables the search.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel.
-            **others: Arguments of the strategy that are not possible then; None where they were not given.
+            **others: Arguments of the strategy that exclude a search; None if the user has not passed them.
 
         Raises:
-            ValueError: If one of them was given.
+            ValueError: If an argument excludes the requested search.
         """
         self._tries_buckets = ddp_kwargs.get("bucket_cap_mb") == AUTO
         if self._tries_buckets:
@@ -47,7 +47,7 @@ class BucketsByTrial(_Base):
             del ddp_kwargs["bucket_cap_mb"]
 
     def _begin_to_try_buckets(self, model: DistributedDataParallel) -> None:
-        """Called by all ranks together, for a model with DDP's own buckets."""
+        """Starts the search for a model with DDP's own buckets. Collective: all ranks call it."""
         self._bucket_sizes = {}
         if not self._tries_buckets or self.world_size == 1:
             return
@@ -72,7 +72,11 @@ class BucketsByTrial(_Base):
         self._put_in_buckets(cap)
 
     def _put_in_buckets(self, cap: float | None) -> None:
-        """Makes DDP anew around the module; called by all ranks together, between two steps."""
+        """Wraps the module in DDP again with a bucket size. Collective: all ranks call it between two steps.
+
+        Args:
+            cap: Bucket size in MiB; None for DDP's default.
+        """
         assert isinstance(self.model, DistributedDataParallel)
         self._bucket_sizes = {} if cap is None else {"bucket_cap_mb": cap}
         self._wrap_again(self.model)
@@ -83,7 +87,7 @@ class BucketsByTrial(_Base):
         wrap_again(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)
 
     def _end_trying_buckets(self) -> None:
-        """Called at the end of a stage."""
+        """Ends an unfinished search; called at the end of a stage."""
         if self._bucket_search is not None:
             left = self._bucket_search.num_steps_left
             rank_zero_info(f"{_ASKED_FOR}: nothing was chosen, since that takes {left} more steps.")

@@ -1,4 +1,4 @@
-"""Compressed exchanges under the Trainer: when models are brought together, and what of it is in checkpoints."""
+"""Compressed exchanges under the Trainer: when models are averaged, and the exchange's state in checkpoints."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: Under which the state of an exchange is in that of the first optimizer; torch's optimizers ignore what else is there.
+#: Key of the exchange's state in the first optimizer's state; torch's optimizers ignore further keys.
 _KEY = "lightning_strategies_ext.compression"
 
 
 class Compressed(_Base):
-    """The part of a strategy that looks after a compressed exchange, if it has one; inherited from first.
+    """Mixin that manages a compressed exchange, if there is one; precedes the strategy among the base classes.
 
     Attributes:
-        exchange_state: What the exchange of the last ``fit`` has left, for checkpoints that are saved after it.
+        exchange_state: Final state of the exchange of the last ``fit``, for checkpoints that are saved after it.
     """
 
     _compressed: CompressedExchange | None = None
@@ -39,18 +39,18 @@ class Compressed(_Base):
     @property
     @override
     def num_bytes_exchanged(self) -> int | None:
-        """What this rank has handed to a compressed exchange so far, in bytes; None if there is none."""
+        """Bytes that this rank has passed to a compressed exchange so far; None without compression."""
         return None if self._compressed is None else self._compressed.num_bytes
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state. Ranks have the same model from here on, if theirs differed; called by all together."""
+        """Returns the module's state, after averaging the ranks' models if they differ. Collective."""
         self._bring_models_together()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state; in the first one's is that of the exchange. Called by all together if there is one."""
+        """Returns an optimizer's state; the first also contains the exchange's. Collective with compression."""
         state = None
         if optimizer is self.optimizers[0]:
             state = self.exchange_state
@@ -60,7 +60,7 @@ class Compressed(_Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers' states, and that of the exchange; of one that is to come, when it comes."""
+        """Restores the states of the optimizers and of the exchange; defers the latter until the exchange exists."""
         super().load_optimizer_state_dict(checkpoint)
         states = checkpoint["optimizer_states"]
         restored = states[0].get(_KEY) if states else None
@@ -71,13 +71,13 @@ class Compressed(_Base):
 
     @override
     def on_validation_start(self) -> None:
-        """Lets all ranks validate the same model."""
+        """Averages the ranks' models, so that all ranks validate the same model."""
         super().on_validation_start()
         self._bring_models_together()
 
     @override
     def on_train_end(self) -> None:
-        """Lets all ranks leave training with the same model, and keeps the exchange's state."""
+        """Averages the ranks' models, so that all ranks end with the same model, and keeps the exchange's state."""
         super().on_train_end()
         self._bring_models_together()
         if self._compressed is not None and self._world.local_collectives is None:
@@ -101,10 +101,10 @@ class Compressed(_Base):
         self._compressed = None
 
     def _check_precision(self, compression: Compression | None) -> None:
-        """Refuses to keep what is left of gradients that are scaled by a factor which changes.
+        """Rejects stateful compressions if gradients are scaled: residuals of different scales do not add up.
 
         Raises:
-            ValueError: If that was asked for.
+            ValueError: If the compression is stateful and the precision plugin scales gradients.
         """
         precision = self.precision_plugin
         if compression is None or isinstance(compression, (BFloat16, Float16)):
@@ -118,7 +118,7 @@ class Compressed(_Base):
 
 
 def _averages_of(module: "pl.LightningModule") -> list[nn.Module]:
-    """Averages of the model that callbacks keep, such as those of `EMAWeightAveraging`; each rank updates its own."""
+    """Returns averages of the model in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
     trainer = user_modules.trainer_of(module)
     callbacks: list[pl.Callback] = [] if trainer is None else trainer.callbacks
     held = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]

@@ -1,10 +1,15 @@
 """DDPStrategy: data parallelism with one process per device, over torch.distributed. Names ``ddp_ext`` and variants.
 
-What differs from Lightning's ``ddp``: no blocking collective per training step (a SIGTERM is agreed on beside the
-training path), no barrier before a reduction, one round trip for small broadcasts, gradients kept once, communication
-hooks and post-local SGD on every backend, and errors before processes start where they can be known then. The trained
-weights are the same: to the last bit with two CPU ranks, or with more over the same backend; up to rounding with three
-or more over ``shm``, which adds up in another order than gloo.
+Differences from Lightning's ``ddp``:
+
+- no blocking collective per training step: the agreement on a SIGTERM does not block training;
+- no barrier before a reduction, and one round trip for small broadcasts;
+- one copy of the gradients in memory;
+- communication hooks and post-local SGD on every backend;
+- errors are raised before processes start, where possible.
+
+The trained weights are bitwise identical with two CPU ranks, and with more ranks over the same backend. With three or
+more ranks over ``shm`` they are equal up to rounding, because ``shm`` sums in a different order than gloo.
 """
 
 import time
@@ -87,7 +92,7 @@ from lightning_strategies_ext.torch_distributed.wrapping import (
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 
 _OURS = __name__.partition(".")[0]
-#: Of a Trainer on one device in a process that is one of several ranks for others.
+#: Rank info of a Trainer on one device, in a process that belongs to a group of several ranks.
 _ALONE = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
@@ -95,33 +100,33 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     """Multi-process data parallelism on one or several hosts.
 
     Args:
-        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
-        cluster_environment: Where ranks and addresses come from; detected if None.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        ddp_comm_state: First argument of ``ddp_comm_hook``. A ``PostLocalSGDState`` asks for post-local SGD.
-        ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
-        ddp_comm_wrapper: Takes the hook and returns one, e.g. torch's ``fp16_compress_wrapper``.
-        model_averaging_period: With post-local SGD: optimizer steps between two averagings of the models.
-        process_group_backend: torch.distributed backend, by device if None: NCCL on GPUs; on CPUs shm where a host has
-            several ranks, else gloo.
-        timeout: Of the rendezvous and of every collective.
-        process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
-        start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
-        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
-            ranks exit with an error that has the stacks of all. None leaves it to ``timeout``.
-        uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
-            with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
-        compression: What ranks exchange in place of whole gradients, where the network is the limit: a name, or an
-            object with its parameters, such as ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
-        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
-            set otherwise. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
+        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process; from ``Trainer(devices=...)`` if None.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
+        ddp_comm_state: First argument of ``ddp_comm_hook``. A ``PostLocalSGDState`` enables post-local SGD.
+        ddp_comm_hook: Communication hook that replaces DDP's all-reduce of a gradient bucket, on any device.
+        ddp_comm_wrapper: Function that wraps the hook, for example torch's ``fp16_compress_wrapper``.
+        model_averaging_period: Number of optimizer steps between averagings of the models, with post-local SGD.
+        process_group_backend: torch.distributed backend. If None: NCCL on GPUs; on CPUs, shm if a host has several
+            ranks, otherwise gloo.
+        timeout: Timeout of the rendezvous and of every collective.
+        process_group_options: Options of the backend, for example ``ShmOptions(segment_num_bytes=...)``.
+        start_method: "popen" runs the script once per device; "fork", "spawn", and "forkserver" start workers.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
+            ranks then exit with an error that contains their stacks. With None, only ``timeout`` applies.
+        uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
+            epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
+        compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
+            ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
+        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
+            default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind or unknown.
-        ValueError: If a value or a combination cannot work.
-        RuntimeError: If torch was built without the backend asked for.
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
+        RuntimeError: If torch was built without the requested backend.
 
     Example::
 
@@ -170,7 +175,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             precision_plugin=precision_plugin,
             hang_timeout=hang_timeout,
         )
-        # ParallelStrategy's constructor reaches Lightning's DDPStrategy with its defaults; these are its values.
+        # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend
         self._process_group_options = process_group_options
@@ -184,13 +189,13 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @property
     @override
     def is_distributed(self) -> bool:
-        """True. Lightning deprecated it; it is kept without the warning for code that still asks."""
+        """True. Deprecated in Lightning; this override emits no warning."""
         return True
 
     @property
     @override
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
         if self.local_rank >= len(self.parallel_devices):
@@ -205,7 +210,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @property
     @override
     def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` with which less would be exchanged."""
+        """Values of ``compression`` that would reduce the size of exchanges."""
         compression = self._gradient_sync.compression
         if compression is None and self._gradient_sync.comm_hook is None:
             return ("bf16", "powersgd", "localsgd")
@@ -215,7 +220,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def _configure_launcher(self) -> None:
-        # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
+        # The Trainer calls it after it has set devices, environment, and number of nodes, before processes start.
         rank_info = ray_train.current_rank_info()
         if rank_info is not None:
             self._join_ray_train(rank_info)
@@ -241,7 +246,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             self.set_world_ranks()
 
     def _join_ray_train(self, rank_info: WorkerRankInfo) -> None:
-        """Takes the rank, the device and the process group that Ray Train has given to this process."""
+        """Uses the rank, the device, and the process group that Ray Train has assigned to this process."""
         ray_train.check_compatible(
             rank_info,
             type(self).__name__,
@@ -256,27 +261,27 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self.set_world_ranks()
 
     def _set_rank_info(self, rank_info: WorkerRankInfo, device: torch.device) -> None:
-        """Lets ranks and device be those that Ray has given to this process."""
+        """Sets the ranks and the device that Ray has assigned to this process."""
         self.parallel_devices = [device] * rank_info.local_world_size
         self.num_nodes = rank_info.num_nodes
         self.cluster_environment = RayEnvironment(rank_info)
 
-    #: Whether workers stay for the next stage.
+    #: Whether workers are reused by the next stage.
     keep_workers = True
-    #: What may happen to the workers of ``fit`` before it fails; None if all workers have to finish it.
+    #: Restart policy for workers that exit during ``fit``; None if ``fit`` fails when a worker exits.
     restart_policy: RestartPolicy | None = None
 
     @property
     def process_group_settings(self) -> tuple[Any, ...]:
-        """Settings by which two strategies are equal if their ranks would have the same process group."""
+        """Settings of the process group; two strategies with equal settings can use the same workers."""
         settings = self._process_group_backend, self._timeout, self._process_group_options
         return *settings, self.num_nodes, self.parallel_devices
 
     def post_dispatch(self, trainer: "pl.Trainer") -> None:
-        """Called in the main process after a stage in workers, when its results are applied. A no-op."""
+        """Runs in the main process once the results of a stage in workers are applied. A no-op; override it."""
 
     def _make_starter(self) -> WorkerStarter:
-        """What starts workers, if there are any."""
+        """Creates the object that starts workers, for all start methods except "popen"."""
         assert self._start_method != "popen"
         check_start_method_here(self._start_method)
         package = __name__.partition(".")[0]
@@ -284,13 +289,14 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         return ProcessStarter(self._start_method, preloaded=module)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Refuses, before processes start, a ``fit`` that cannot work.
+        """Rejects, before processes start, a ``fit`` that would fail.
 
-        Only what no hook can change any more is judged here; ``setup`` judges the rest.
+        It checks only properties that no hook can still change; ``setup`` checks the rest.
 
         Raises:
-            ValueError: If no parameter of the module needs a gradient, or if batch normalisation is to be synchronised
-                between CPUs, or if there is a callback that needs one process.
+            MisconfigurationException: If a callback requires a single process.
+            ValueError: If no parameter of the module requires a gradient, or if batch normalization would be
+                synchronized between CPUs.
         """
         self._check_callbacks(trainer)
         module = self.lightning_module
@@ -302,7 +308,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             check_has_trainable_parameters(module)
 
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        """Refuses, in the constructor, arguments of the gradient exchange that cannot be together."""
+        """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
         self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
 
     def _check_batch_norm(self, module: Module) -> None:
@@ -310,19 +316,19 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             check_can_be_synchronized(module, self.root_device)
 
     def wrap_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
-        """What the main process does around a stage in workers: nothing, here."""
+        """Returns a context manager for the main process, active while workers run the stage; a no-op by default."""
         return nullcontext()
 
     def enter_worker(self, context: WorkerContext) -> None:
-        """Called first in a worker process, with what is known only there."""
+        """Stores the context of this worker process; called before all other methods."""
         self._worker = context
 
     @override
     def setup_environment(self) -> None:
-        """Prepares the device and joins the process group; returns when all ranks have.
+        """Prepares the device and joins the process group; returns when all ranks have joined.
 
         Raises:
-            RuntimeError: If this process belongs to a process group of another shape.
+            RuntimeError: If this process belongs to a process group of different rank or size.
         """
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -330,7 +336,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def setup_distributed(self) -> None:
-        """Joins the process group as the rank that the cluster environment gives to this process."""
+        """Joins the process group with the rank that the cluster environment assigns to this process."""
         assert self.cluster_environment is not None
         if self._worker is None or not self._worker.is_continuation:
             reset_seed()
@@ -358,12 +364,12 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Places the model on the device, wraps it in DDP if it is to be trained, and creates the optimizers.
+        """Moves the model to the device; for training, also wraps it in DDP and creates the optimizers.
 
         Raises:
-            DifferentModelsError: If another rank has another model.
-            ValueError: If a model to be trained has no parameter that needs a gradient, if batch normalisation is to be
-                synchronised between CPUs, or if post-local SGD is combined with an optimizer that distributes its own
+            DifferentModelsError: If another rank has a different model.
+            ValueError: If training has no parameter that requires a gradient, if batch normalization would be
+                synchronized between CPUs, or if post-local SGD is combined with an optimizer that distributes its own
                 work.
         """
         assert self.accelerator is not None
@@ -429,8 +435,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self.model.to(self.root_device)
 
     def _all_have_module_as_sent(self) -> bool:
-        # Then a broadcast would change nothing, and give each worker a copy of pages that all share. Another host's
-        # workers got theirs from another main process.
+        # If so, a broadcast would change nothing, but copy the memory pages that workers share. Workers of other hosts
+        # have received their module from another main process.
         if self._worker is None or self.num_nodes > 1:
             return False
         assert self.model is not None
@@ -441,11 +447,11 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
+        """Disables the gradient exchange of backward passes in the block; gradients accumulate locally.
 
-        The first backward pass after it exchanges the sum. Does nothing but for a model that is wrapped in DDP. With
-        ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients here, too, since DDP records
-        the graph in it. The sum is the same: a mean over ranks is not changed by another one.
+        The first backward pass after the block exchanges the sum. A no-op unless the model is wrapped in DDP. With
+        ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients in the block, too, because DDP
+        records the graph in it. The sum is the same: the mean over ranks of a mean is that mean.
         """
         model = self.model
         if isinstance(model, DistributedDataParallel) and model.static_graph and records_graph(model):
@@ -456,11 +462,11 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling.
+        """Prepares DDP for a backward pass, under manual optimization; automatic optimization does not need it.
 
         Raises:
-            UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
-            RuntimeError: If a parameter has been unfrozen in this step, after DDP has begun it.
+            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
+            RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
         """
         self._check_unfreezing()
         if self._world.uneven_inputs is not None:
@@ -476,10 +482,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Under manual optimization, exchanges the gradients of the first backward pass of a static graph.
+        """Exchanges the gradients of the first backward pass of a static graph, under manual optimization.
 
         Raises:
-            UnevenInputsError: As :meth:`pre_backward`.
+            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
         if isinstance(self.model, DistributedDataParallel) and self.model.static_graph:
             self._exchange_first_pass(self.model)
@@ -491,7 +497,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @staticmethod
     def _queue_exchange_of_first_pass(model: DistributedDataParallel, loss: Tensor) -> None:
-        # At the end of the pass itself, so that `on_after_backward` has the gradients of all ranks.
+        # At the end of the backward pass, so that `on_after_backward` receives averaged gradients.
         def queue(_: Tensor) -> None:
             if records_graph(model):
                 Variable._execution_engine.queue_callback(model.reducer._delay_all_reduce)  # type: ignore[attr-defined]
@@ -501,9 +507,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             loss.register_hook(queue)
 
     def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
-        # Where the pass itself did not, because the user's `backward` computed the gradients of another loss.
-        # In the first pass, DDP records the graph and exchanges all gradients at the end of it. The output of DDP's
-        # forward triggers that exchange, but a manual backward pass starts within forward.
+        # Needed if the user's `backward` has computed the gradients of another loss. In the first pass, DDP records the
+        # graph and exchanges all gradients at the end. The output of DDP's forward triggers that exchange, but a manual
+        # backward pass starts within forward.
         if self._is_automatic_optimization or not records_graph(model):
             return
         model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
@@ -517,10 +523,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         model: Any | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps the optimizer; with local SGD, averages its parameters over ranks when it is time.
+        """Steps the optimizer; with local SGD, also averages its parameters over ranks once per period.
 
         Returns:
-            What the optimizer's ``step`` returned.
+            Result of the optimizer's ``step``.
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
@@ -535,15 +541,15 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def explain_exception(self, exception: BaseException) -> BaseException:
-        """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
+        """Returns the exception to show; adds advice to DDP's error about unused parameters."""
         explain_unused_parameters(exception, self, "`training_step`")
         return super().explain_exception(exception)
 
     @override
     def teardown(self) -> None:
-        """Unwraps the model, moves it off the device and frees what the strategy holds. A second call does no harm.
+        """Unwraps the model, moves it to the CPU, and frees the strategy's resources. A second call is a no-op.
 
-        The process group stays for the next stage and is left when the interpreter ends.
+        The process group remains for the next stage and is destroyed when the interpreter exits.
         """
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):
@@ -584,7 +590,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
-    """Whether a callback may unfreeze parameters. Lightning's own and ours have a ``setup``; none of them does."""
+    """Returns whether a callback may unfreeze parameters; Lightning's and this package's callbacks do not."""
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     return any(
         is_overridden("setup", callback, Callback)

@@ -1,7 +1,7 @@
-"""DDPElasticStrategy: ``fit`` goes on where it stood when torchrun starts its ranks anew. Name ``ddp_elastic_ext``.
+"""DDPElasticStrategy: ``fit`` continues from the newest commit when torchrun restarts ranks. Name ``ddp_elastic_ext``.
 
-What a commit is and how ranks take one on is :mod:`lightning_strategies_ext.elastic`'s; :mod:`.elastic.keeper` keeps
-it. This is its face, for ranks that torchrun starts.
+:mod:`lightning_strategies_ext.elastic` implements commits and their restoration, and :mod:`.elastic.keeper` stores
+them. This module is the front end for ranks that torchrun starts.
 """
 
 import os
@@ -27,22 +27,24 @@ from lightning_strategies_ext.registry import UnavailableHereError
 
 
 class DDPElasticStrategy(Elastic, DDPStrategy):
-    """DDP under ``torchrun --max-restarts``: ranks that are started anew go on from a commit in the host's memory.
+    """DDP under ``torchrun --max-restarts``: restarted ranks continue from a commit in the host's memory.
 
-    Nothing is to be said in the script. When a rank is lost, the others end, torchrun starts all of them again, and
-    ``fit`` goes on from the newest commit that any of them finds on its host, with the samples of the epoch that are
-    left. A ``ckpt_path`` counts where no host has one: at the first start, or when the process is gone that keeps them.
+    The script needs no changes. When a rank is lost, the other ranks exit and torchrun restarts all of them. ``fit``
+    continues from the newest commit that any rank finds on its host, with the remaining samples of the epoch.
+    ``ckpt_path`` is used only if no host has a commit: at the first start, or if the process that stores them has
+    exited.
 
     Args:
-        *args: Those of :class:`.DDPStrategy`.
-        commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back. 100 by default.
-        scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
-        **kwargs: Those of :class:`.DDPStrategy`, but for ``start_method``.
+        *args: Arguments of :class:`.DDPStrategy`.
+        commit_every_n_steps: Number of optimizer steps between commits, which ranks restore after a failure; 100 if
+            None.
+        scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        **kwargs: Arguments of :class:`.DDPStrategy` except ``start_method``.
 
     Raises:
         RuntimeError: If torchrun has not started this process.
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -75,7 +77,7 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
 
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        # First: what follows would advise another `uneven_inputs`, with which this could not be either.
+        # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
         check_can_change(uneven_inputs, self._gradient_sync.averages_models)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
@@ -93,9 +95,9 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
             )
         return job
 
-    @property  # type: ignore[explicit-override]  # which mypy does not see beside a setter
+    @property  # type: ignore[explicit-override]  # mypy does not recognize it on a property with a setter
     def num_nodes(self) -> int:
-        """Number of hosts, as torchrun says it: what the Trainer was told may have been so when the job began."""
+        """Number of hosts according to torchrun; the Trainer's argument may have become outdated by a restart."""
         return int(os.environ["GROUP_WORLD_SIZE"])
 
     @num_nodes.setter
@@ -105,7 +107,7 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
     @property
     @override
     def membership(self) -> RestartedMembership:
-        """Who the ranks are; in ``fit``."""
+        """Membership of this rank, during ``fit``."""
         if self._membership is None:
             raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
         return self._membership
@@ -132,11 +134,11 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
 
     @override
     def take_rank(self) -> None:
-        """This process is the rank that torchrun says, from its start to its end."""
+        """A no-op: torchrun assigns one rank to this process for its whole life."""
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks of a world do together."""
+        """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
         super()._begin_stage(trainer)
 
     @override

@@ -1,7 +1,7 @@
-"""DDPRayStrategy: DDP in workers on a Ray cluster, whose results come back to the caller. Name ``ddp_ray_ext``.
+"""DDPRayStrategy: DDP in workers on a Ray cluster, with results returned to the main process. Name ``ddp_ray_ext``.
 
-What differs from :class:`.DDPSpawnStrategy` is where workers are (:mod:`.launch.ray`), and so which ranks they have:
-those on one host are its local ranks.
+Unlike in :class:`.DDPSpawnStrategy`, Ray places the workers (:mod:`.launch.ray`), and their ranks depend on the
+placement: the workers on one host are its local ranks.
 """
 
 import os
@@ -36,8 +36,8 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
-#: Arguments of :class:`.DDPSpawnStrategy` that have no meaning here, with their defaults, and why. LightningCLI gives
-#: the defaults of all arguments that a base class has, too.
+#: Arguments of :class:`.DDPSpawnStrategy` that this class rejects → default and reason. LightningCLI passes the
+#: defaults of the base class's arguments, too.
 _REFUSED = {
     "start_method": ("forkserver", "Ray starts the workers"),
     "cluster_environment": (None, "ranks and addresses come from where Ray has put the workers"),
@@ -45,27 +45,27 @@ _REFUSED = {
 
 
 class DDPRayStrategy(DDPSpawnStrategy):
-    """Multi-process data parallelism in workers on a Ray cluster, or on this machine where there is none.
+    """Multi-process data parallelism in workers on a Ray cluster, or on this host if there is no cluster.
 
     Args:
-        num_workers: How many; as many as ``Trainer(devices=...)`` says if None.
-        num_cpus_per_worker: CPUs that Ray reserves for each, and threads that it computes in; a fraction lets several
-            share one.
-        num_gpus_per_worker: GPUs that Ray reserves for each, one or a fraction of one; one if the Trainer's accelerator
-            is a GPU, if None.
-        resources_per_worker: Further resources that each needs, by their names in the cluster.
-        placement: "PACK" puts workers on as few hosts as possible, "SPREAD" on as many.
-        address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for Ray on
-            this machine, which ends with the workers, ``"ray://host:port"`` for a cluster outside of which this process
-            is (Ray Client). None is the cluster that this process is connected to
-            (``ray.init``), else that of ``RAY_ADDRESS``, else "local".
-        runtime_env: What workers find on their hosts, as ``ray.init`` takes it: ``{"working_dir": "."}`` brings your
-            modules. Where this process is connected already, give it there.
-        environment_variables: Which of the main process's environment variables workers receive, by names and patterns:
-            ``["WANDB_*", "HF_TOKEN"]`` only these, ``["!AWS_*"]`` all but these. Never those of Ray or of a host, such
-            as ``RAY_AUTH_TOKEN``, ``PATH``, or ``HOME``; all others if None.
+        num_workers: Number of workers; from ``Trainer(devices=...)`` if None.
+        num_cpus_per_worker: Number of CPUs that Ray reserves per worker, and of its threads for computation; with a
+            fraction, workers share a CPU.
+        num_gpus_per_worker: Number of GPUs that Ray reserves per worker, at most 1; if None, 1 for a Trainer on GPUs
+            and 0 otherwise.
+        resources_per_worker: Further resources that each worker requires: name in the cluster → amount.
+        placement: "PACK" places workers on as few hosts as possible, "SPREAD" on as many as possible.
+        address: Address of the cluster: "auto" for the cluster of this host, ``"host:port"`` for another cluster,
+            "local" for Ray on this host, which ends with the workers, or ``"ray://host:port"`` for a cluster that does
+            not include this host (Ray Client). If None: the cluster to which this process is connected (``ray.init``),
+            else the value of ``RAY_ADDRESS``, else "local".
+        runtime_env: Runtime environment of the workers, as for ``ray.init``; ``{"working_dir": "."}`` copies your
+            modules. If this process is already connected, pass it to ``ray.init`` instead.
+        environment_variables: Names and patterns of the main process's environment variables that workers receive:
+            ``["WANDB_*", "HF_TOKEN"]`` for only these, ``["!AWS_*"]`` for all except these; all if None. Variables of
+            Ray or of a host, such as ``RAY_AUTH_TOKEN``, ``PATH``, or ``HOME``, are always excluded.
         accelerator: See :class:`.DDPSpawnStrategy`.
-        parallel_devices: See :class:`.DDPSpawnStrategy`; their type is what counts.
+        parallel_devices: See :class:`.DDPSpawnStrategy`; only their type and number are used.
         checkpoint_io: See :class:`.DDPSpawnStrategy`.
         precision_plugin: See :class:`.DDPSpawnStrategy`.
         ddp_comm_state: See :class:`.DDPStrategy`.
@@ -73,23 +73,23 @@ class DDPRayStrategy(DDPSpawnStrategy):
         ddp_comm_wrapper: See :class:`.DDPStrategy`.
         model_averaging_period: See :class:`.DDPStrategy`.
         process_group_backend: See :class:`.DDPStrategy`.
-        timeout: See :class:`.DDPStrategy`; also how long to wait until others leave room in the cluster.
+        timeout: See :class:`.DDPStrategy`; also the timeout for resources that other jobs of the cluster use.
         process_group_options: See :class:`.DDPStrategy`.
         keep_workers: See :class:`.DDPSpawnStrategy`.
         hang_timeout: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`.
         compression: See :class:`.DDPStrategy`.
-        elastic: Whether one may be lost during ``fit``, with its host, and the others go on: True makes a
-            :class:`.DDPRayElasticStrategy`, which the following are arguments of.
-        min_workers: See there.
-        commit_every_n_steps: See there.
-        max_restarts: See there.
+        elastic: Whether ``fit`` continues after the loss of a worker or its host: True creates a
+            :class:`.DDPRayElasticStrategy`.
+        min_workers: Argument of :class:`.DDPRayElasticStrategy`.
+        commit_every_n_steps: Argument of :class:`.DDPRayElasticStrategy`.
+        max_restarts: Argument of :class:`.DDPRayElasticStrategy`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
         UnavailableHereError: If Ray is not installed.
-        TypeError: If an argument is of the wrong kind or unknown.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -97,11 +97,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
 
         trainer = Trainer(strategy=DDPRayStrategy(num_workers=8, address="auto"))
         trainer.fit(model, datamodule)
-        predictions = trainer.predict(model, datamodule)  # in the same workers; of all ranks, in order
+        predictions = trainer.predict(model, datamodule)  # in the same workers; from all ranks, in order
     """
 
     elastic_class = "ddp_ray_elastic:DDPRayElasticStrategy"
-    _may_change = False  # workers, in the middle of `fit`
+    _may_change = False  # whether workers may change during `fit`
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
 
     @property
     def _wait_s(self) -> float:
-        """How long to wait for room in the cluster, in seconds."""
+        """Timeout for resources of the cluster, in seconds."""
         return (self._timeout or default_pg_timeout).total_seconds()
 
     def _demand(self) -> ResourceDemand:
@@ -236,11 +236,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
     @contextmanager
     @override
     def wrap_stage(self, trainer: "pl.Trainer") -> Generator[None, None, None]:
-        """Leaves an empty file in each directory that the stage writes to, for the first worker to see."""
+        """Creates an empty file in each output directory of the stage, so that workers can check for shared storage."""
         with ExitStack() as files:
             self._signs = []
             for directory in _written_to(trainer):
-                with suppress(OSError):  # then the worker says what is wrong with it
+                with suppress(OSError):  # the worker raises the error when it writes there
                     os.makedirs(directory, exist_ok=True)
                     file = files.enter_context(tempfile.NamedTemporaryFile(prefix=".ddp_ray_ext-", dir=directory))
                     self._signs.append(file.name)
@@ -250,11 +250,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
 
     @override
     def enter_worker(self, context: WorkerContext) -> None:
-        """Called first in a worker: its ranks and its device are those that Ray has given to it.
+        """Sets the ranks and the device that Ray has assigned to this worker; called before all other methods.
 
         Raises:
-            RuntimeError: If this is the first worker, or may come to be, and what it is to write would not be seen by
-                the main process.
+            RuntimeError: If this worker is or may become rank 0, and does not share the main process's output
+                directories.
         """
         super().enter_worker(context)
         rank_info = context.rank_info
@@ -263,12 +263,12 @@ class DDPRayStrategy(DDPSpawnStrategy):
             _check_are_seen(self._signs, rank_info.rank)
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
-        # Of the GPUs of its host, a worker sees those that Ray has given to it.
+        # A worker sees only the GPUs that Ray has assigned to it.
         self._set_rank_info(rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
 
 
 def _written_to(trainer: "pl.Trainer") -> list[str]:
-    """The directories that checkpoints and loggers of a stage go to, as far as they are on disks."""
+    """Returns the directories of a stage's checkpoints and loggers, except those at URLs."""
     found: list[Any] = [trainer.default_root_dir] if trainer.loggers or trainer.checkpoint_callbacks else []
     found += [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
     found += [logger.save_dir for logger in trainer.loggers]

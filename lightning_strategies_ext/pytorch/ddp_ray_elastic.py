@@ -1,7 +1,7 @@
-"""DDPRayElasticStrategy: workers on a Ray cluster, which may be lost, with their host. Name ``ddp_ray_elastic_ext``.
+"""DDPRayElasticStrategy: elastic DDP in workers on a Ray cluster. Name ``ddp_ray_elastic_ext``.
 
-It is both of what it inherits from. What differs from elastic training on one host: ranks may be on several, so that
-local ranks and the backend are those of each world, and a host may go without a word, of which the main process tells.
+It combines its two base classes. Unlike in elastic training on one host, ranks may be on several hosts: local ranks and
+the backend depend on the world, and the main process notifies the ranks of a host loss.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticSt
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.ray.actor import MainLink  # whose modules Windows does not have
+    from lightning_strategies_ext.launch.ray.actor import MainLink  # not importable on Windows
 
 
 class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
-    """Data parallelism in workers on a Ray cluster, of which one may be lost during ``fit``, alone or with its host.
+    """Data parallelism in workers on a Ray cluster, with a ``fit`` that continues after the loss of a worker or host.
 
-    The others go back to the newest commit and go on, with fewer ranks; meanwhile Ray starts another one, in the
-    place of the lost one or on another host, and it joins them at a step. Stages other than ``fit`` are those of
-    :class:`.DDPRayStrategy`. After ``fit``, the workers end.
+    The other workers restore the newest commit and continue with fewer ranks. Meanwhile Ray starts a new worker, on the
+    same host or another, which joins them before a step. Other stages run as in :class:`.DDPRayStrategy`. The workers
+    end after ``fit``.
 
     Args:
-        *args: Those of :class:`.DDPRayStrategy`.
-        **kwargs: Those of :class:`.DDPRayStrategy`, and what :class:`.DDPSpawnElasticStrategy` has beyond others:
-            ``min_workers`` (fewer wait for another one, for as long as ``timeout`` says), ``commit_every_n_steps``,
-            ``max_restarts``, ``restart_window`` and ``scale_learning_rate``.
+        *args: Arguments of :class:`.DDPRayStrategy`.
+        **kwargs: Arguments of :class:`.DDPRayStrategy`, and the arguments that :class:`.DDPSpawnElasticStrategy` adds:
+            ``min_workers`` (fewer workers wait at most ``timeout`` for new ones), ``commit_every_n_steps``,
+            ``max_restarts``, ``restart_window``, and ``scale_learning_rate``.
 
     Raises:
         UnavailableHereError: If Ray is not installed.
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -65,14 +65,14 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def enter_worker(self, context: WorkerContext) -> None:
-        """Called first in a worker, see :class:`.DDPRayStrategy`; it hears of the loss of others from here on."""
+        """Extends :meth:`.DDPRayStrategy.enter_worker`: subscribes to notifications of lost peers."""
         super().enter_worker(context)
         if context.channel is not None:
             cast("MainLink", context.channel).on_peer_loss = self._cut_off
 
     @override
     def _be_one_of_many(self) -> None:
-        launching.say_rank(self.global_rank)  # that of its WorkerRankInfo
+        launching.say_rank(self.global_rank)  # the rank of its WorkerRankInfo
 
     @override
     def _be_rank(self, rank: int, world_size: int) -> None:
@@ -87,14 +87,14 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         disconnect(self._others, by_host=False)  # some connections to other hosts are Ray's
 
     def _cut_off(self, world: int) -> None:
-        """Wakes this rank, which may wait for one that is gone without a word; in a thread of its own."""
+        """Disconnects this rank from a world with a lost peer, for which it may be waiting. Runs in its own thread."""
         membership = self._membership
         if membership is not None and membership.is_member_of(world):
             self._disconnect()
 
 
 def _rank_info_among(members: Sequence[Member], rank: int, before: WorkerRankInfo) -> WorkerRankInfo:
-    """The rank info of a rank of a world: ranks of one host are its local ranks, numbered through."""
+    """Returns the rank info of a rank of this host in a world; local ranks are numbered in the order of ranks."""
     hosts = list(dict.fromkeys(member.peer.host for member in members))
     here = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
     return replace(

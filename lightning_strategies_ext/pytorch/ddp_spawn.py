@@ -1,8 +1,8 @@
-"""DDPSpawnStrategy: DDP whose processes are started by ``fit`` itself, and whose results come back to the caller.
+"""DDPSpawnStrategy: DDP in workers that ``fit`` starts, with results returned to the main process.
 
-Names ``ddp_spawn_ext``, ``ddp_fork_ext``, ``ddp_notebook_ext`` and variants. After a stage, the main process is as if
-the stage had run in it: weights, optimizers, progress, callbacks, metrics, loggers, predictions. What differs from
-:class:`.DDPStrategy` is only where processes come from and how results return (:mod:`.launch`); training is the same.
+Names ``ddp_spawn_ext``, ``ddp_fork_ext``, ``ddp_notebook_ext``, and variants. After a stage, the main process has the
+same state as if it had run the stage: weights, optimizers, progress, callbacks, metrics, loggers, predictions. Only
+the start of processes and the transfer of results differ from :class:`.DDPStrategy` (:mod:`.launch`).
 """
 
 from collections.abc import Callable
@@ -30,47 +30,47 @@ from lightning_strategies_ext.uneven.control import UnevenInputs
 
 
 class DDPSpawnStrategy(DDPStrategy):
-    """Multi-process data parallelism in worker processes that the Trainer starts, keeps and ends.
+    """Multi-process data parallelism in workers that the Trainer starts, reuses, and ends.
 
     Args:
-        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per worker. As chosen by ``Trainer(devices=...)`` if None.
-        cluster_environment: Where ranks and addresses come from; detected if None.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per worker; from ``Trainer(devices=...)`` if None.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
         ddp_comm_state: See :class:`.DDPStrategy`.
         ddp_comm_hook: See :class:`.DDPStrategy`.
         ddp_comm_wrapper: See :class:`.DDPStrategy`.
         model_averaging_period: See :class:`.DDPStrategy`.
         process_group_backend: See :class:`.DDPStrategy`.
         timeout: See :class:`.DDPStrategy`.
-        start_method: "forkserver" (the default) forks workers from a process that has imported torch and Lightning
-            once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
-            starts Python anew for each worker. "fork" forks this process: workers have what cannot be pickled.
+        start_method: "forkserver" forks workers from a process that has imported torch and Lightning, but not the
+            user's modules, so that it has no threads and no GPU state that a fork would break. "spawn" starts a new
+            interpreter for each worker. "fork" forks this process, so that workers inherit unpicklable objects.
         process_group_options: See :class:`.DDPStrategy`.
-        keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
-            at most: the next one takes them over if its process group is alike and they were not forked from this
-            process, and ends them otherwise.
+        keep_workers: Whether workers are reused by the next stage. Between stages, a process keeps the workers of at
+            most one strategy. Another strategy takes them over if its process group has the same settings and they were
+            not forked from this process; otherwise it ends them.
         hang_timeout: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`; "join" with ``elastic=True``.
         compression: See :class:`.DDPStrategy`.
-        elastic: Whether a worker may die during ``fit``: True makes a :class:`.DDPSpawnElasticStrategy`.
-        min_workers: See there.
-        commit_every_n_steps: See there.
-        max_restarts: See there.
+        elastic: Whether ``fit`` continues after the exit of a worker: True creates a :class:`.DDPSpawnElasticStrategy`.
+        min_workers: Argument of :class:`.DDPSpawnElasticStrategy`.
+        commit_every_n_steps: Argument of :class:`.DDPSpawnElasticStrategy`.
+        max_restarts: Argument of :class:`.DDPSpawnElasticStrategy`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind or unknown.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
         trainer = Trainer(strategy="ddp_spawn_ext", devices=2)
         trainer.fit(model)
-        predictions = trainer.predict(model, loader)  # in the same workers; of all ranks, in order
+        predictions = trainer.predict(model, loader)  # in the same workers; from all ranks, in order
 
-        with DDPSpawnStrategy() as strategy:  # workers end here at the latest
+        with DDPSpawnStrategy() as strategy:  # the end of the block also ends the workers
             Trainer(strategy=strategy, devices=2).fit(model)
     """
 
@@ -154,7 +154,7 @@ class DDPSpawnStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        # The Trainer takes the loaders' iterators away next, and with them where a loader such as torchdata's is.
+        # The Trainer deletes the loaders' iterators next, and with them the positions of loaders such as torchdata's.
         trainer = None if self.lightning_module is None else user_modules.trainer_of(self.lightning_module)
         if trainer is not None and trainer_data.data_fetcher_of(trainer) is not None:
             self.states_of_loaders = trainer_data.states_of_loaders(trainer)
@@ -162,12 +162,12 @@ class DDPSpawnStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint. The main process's has the position in the training data too, as a worker's has.
+        """Writes a checkpoint; in the main process, it includes the position in the training data, as in a worker.
 
         Args:
-            checkpoint: What ``Trainer.save_checkpoint`` has collected.
-            filepath: Where to.
-            storage_options: See :class:`lightning.fabric.plugins.CheckpointIO`.
+            checkpoint: Checkpoint that ``Trainer.save_checkpoint`` has collected.
+            filepath: Path of the checkpoint.
+            storage_options: Options of the checkpoint plugin.
         """
         loops = checkpoint.get("loops", {})
         if self.states_of_loaders and "fit_loop" in loops:
@@ -175,25 +175,26 @@ class DDPSpawnStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
-        """Runs a function in worker processes that form a process group; needs no Trainer.
+        """Runs a function in workers that form a process group, without a Trainer.
 
-        The function is called as ``function(*args, **kwargs)`` in each worker, as Lightning 1.5 did; it learns its
-        rank from ``torch.distributed`` or, if it is a method of this strategy, from ``self``. Workers stay for the
-        next call.
+        Each worker calls ``function(*args, **kwargs)``, as in Lightning 1.5. The function gets its rank from
+        ``torch.distributed`` or, if it is a method of this strategy, from ``self``. Workers are reused by the next
+        call.
 
         Args:
-            function: The function; it and its arguments must be picklable, unless workers are forked.
-            *args: Its positional arguments.
-            return_result: Whether to return the first worker's value.
-            **kwargs: Its keyword arguments.
+            function: Function to run. Unless workers are forked, it and its arguments must be picklable.
+            *args: Positional arguments of the function.
+            return_result: Whether to return the result of the first worker.
+            **kwargs: Keyword arguments of the function.
 
         Returns:
-            What the function returned in the first worker, with tensors on the CPU; None without ``return_result``.
+            Result of the function in the first worker, with tensors on the CPU; None without ``return_result``.
 
         Raises:
-            ValueError: If ``parallel_devices`` are not known.
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
-            WorkerDiedError: If a worker died.
+            ValueError: If ``parallel_devices`` is unknown.
+            WorkerRaisedError: If a worker has raised an exception; an equal exception of all workers is raised
+                unchanged.
+            WorkerDiedError: If a worker has exited during the call.
         """
         if not self.parallel_devices:
             raise ValueError(
@@ -208,7 +209,7 @@ class DDPSpawnStrategy(DDPStrategy):
         return self._launcher.workers.call(function, args, kwargs, return_result)
 
     def close(self) -> None:
-        """Ends the workers; the next stage starts new ones. They also end with the strategy and the interpreter."""
+        """Ends the workers; the next stage starts new workers. They also end with the strategy and the interpreter."""
         if isinstance(self._launcher, WorkerLauncher):
             self._launcher.close()
 
@@ -219,15 +220,15 @@ class DDPSpawnStrategy(DDPStrategy):
         self.close()
 
     def add_to_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
-        """Called in the first worker when a stage has ended; what it puts, :meth:`get_from_queue` gets.
+        """Puts results into the queue, in the first worker at the end of a stage, for :meth:`get_from_queue`.
 
-        Override both to bring back more. This one puts ``trainer.callback_metrics`` as NumPy arrays. A LightningModule
-        that has methods of these names, with arguments ``(queue)`` or ``(trainer, queue)``, is asked instead.
+        By default, it puts ``trainer.callback_metrics`` as NumPy arrays. Override both methods to return more results,
+        or define them in the LightningModule, with arguments ``(queue)`` or ``(trainer, queue)``.
         """
         put_metrics(trainer, queue)
 
     def get_from_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
-        """Called in the main process with what :meth:`add_to_queue` has put, when all else has been brought back."""
+        """Gets the results of :meth:`add_to_queue`, in the main process after all other results are applied."""
         get_metrics(trainer, queue)
 
     @override
@@ -236,14 +237,14 @@ class DDPSpawnStrategy(DDPStrategy):
 
 
 class DDPSpawnPlugin(DDPSpawnStrategy):
-    """:class:`DDPSpawnStrategy` with the arguments of Lightning 1.5's class of this name, in their order.
+    """:class:`DDPSpawnStrategy` with the arguments of Lightning 1.5's class of this name, in the same order.
 
     Args:
         parallel_devices: Devices of this host, one per worker.
-        num_nodes: Number of hosts; the Trainer sets its own.
-        cluster_environment: Where ranks and addresses come from; detected if None.
-        checkpoint_io: How checkpoints are written.
-        sync_batchnorm: Whether to convert BatchNorm layers; None leaves it to ``Trainer(sync_batchnorm=...)``.
+        num_nodes: Number of hosts; the Trainer overwrites it.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        sync_batchnorm: Whether to convert BatchNorm layers; from ``Trainer(sync_batchnorm=...)`` if None.
         ddp_comm_state: See :class:`.DDPStrategy`.
         ddp_comm_hook: See :class:`.DDPStrategy`.
         ddp_comm_wrapper: See :class:`.DDPStrategy`.
@@ -278,9 +279,10 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer | None" = None) -> None:
-        """Sets up for a stage in a worker, as :meth:`.DDPStrategy.setup`; its Trainer need not be given.
+        """Prepares a stage in a worker, as :meth:`.DDPStrategy.setup`; a no-op without a Trainer.
 
-        Without a stage there is nothing to set up, as in the main process: a call without a Trainer does nothing then.
+        Args:
+            trainer: Trainer of the stage; in a worker, the Trainer of the current stage by default.
         """
         if trainer is None and self._worker is not None and self.lightning_module is not None:
             trainer = user_modules.trainer_of(self.lightning_module)

@@ -1,8 +1,8 @@
-"""DDPSpawnElasticStrategy: workers that ``fit`` starts, one of which may die. Name ``ddp_spawn_elastic_ext``.
+"""DDPSpawnElasticStrategy: elastic DDP in workers that ``fit`` starts. Name ``ddp_spawn_elastic_ext``.
 
-The others keep their processes, go back to the newest commit and go on; a new worker is started in the place of the
-dead one and joins them at a step. What happens then is :mod:`lightning_strategies_ext.elastic`'s; who is in which world
-says the main process (:mod:`.launch.processes.elastic_pool`), which has the key-value store, too.
+When a worker exits, the other workers restore the newest commit and continue. A new worker replaces it and joins the
+others before a step. :mod:`lightning_strategies_ext.elastic` implements elastic training. The main process assigns
+ranks (:mod:`.launch.processes.elastic_pool`) and serves the store.
 """
 
 import gc
@@ -43,32 +43,31 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 
-#: How long ranks may take to connect to each other, in seconds. One may die then, of which the others are not told.
+#: Timeout for connections between ranks, in seconds. Ranks are not notified of a rank that exits while they connect.
 CONNECT_S = 10.0
 
 
 class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
-    """Data parallelism in worker processes of which one may die during ``fit``, on one host.
+    """Data parallelism in workers on one host, with a ``fit`` that continues after the exit of a worker.
 
-    Ends of epochs are made even as by ``uneven_inputs="join"``, unless "stop" is asked for. Stages other than ``fit``
-    are those of :class:`.DDPSpawnStrategy`. After ``fit``, the workers end.
+    ``uneven_inputs`` is "join" by default and may be "stop". Other stages run as in :class:`.DDPSpawnStrategy`. The
+    workers end after ``fit``.
 
     Args:
-        *args: Those of :class:`.DDPSpawnStrategy`.
+        *args: Arguments of :class:`.DDPSpawnStrategy`.
         elastic: True.
-        min_workers: With fewer, the others wait for the one that is started anew; 1 if None.
-        commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
-            100 by default.
-        max_restarts: How many workers may be started anew within ``restart_window``; one more, and ``fit`` fails. 3 if
+        min_workers: Minimum number of workers; fewer workers wait for restarted ones. 1 if None.
+        commit_every_n_steps: Number of optimizer steps between commits, which ranks restore after a failure; 100 if
             None.
-        restart_window: In seconds, or as a ``timedelta``.
-        scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
-        **kwargs: Those of :class:`.DDPSpawnStrategy`. One that the others have waited for as long as they have
-            ``hang_timeout`` is killed, and another one is started in its place.
+        max_restarts: Maximum number of restarts within ``restart_window``, beyond which ``fit`` fails; 3 if None.
+        restart_window: Time window of ``max_restarts``, in seconds or as a ``timedelta``.
+        scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        **kwargs: Arguments of :class:`.DDPSpawnStrategy`. After ``hang_timeout``, the hung worker is killed and
+            replaced.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -116,23 +115,23 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     @property
     @override
     def membership(self) -> WorkerMembership:
-        """Who the workers are; in a worker, in ``fit``."""
+        """Membership of this worker, during ``fit``."""
         if self._membership is None:
             raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
         return self._membership
 
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        # First: what follows would advise another `uneven_inputs`, with which this could not be either.
+        # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
         check_can_change(uneven_inputs, self._gradient_sync.averages_models)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     @override
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Refuses, before processes start, a ``fit`` that cannot work.
+        """Rejects, before processes start, a ``fit`` that would fail.
 
         Raises:
-            ValueError: If there are several hosts, or fewer devices than ``min_workers``.
+            ValueError: If there are several hosts, fewer devices than ``min_workers``, or an invalid module.
         """
         if self.num_nodes > 1:
             raise ValueError(
@@ -150,7 +149,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Joins the others; in ``fit``, one that has been started anew does later."""
+        """Joins the other ranks; during ``fit``, a restarted worker joins them later."""
         context, module = self._worker, self.lightning_module
         trainer = None if module is None else user_modules.trainer_of(module)
         if context is None or context.channel is None or trainer is None or not is_fitting(trainer):
@@ -173,11 +172,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def take_rank(self) -> None:
-        """Makes this process the rank that its membership says."""
+        """Sets the rank of this process according to its membership."""
         self._be_rank(self.membership.rank, len(self.membership.members))
 
     def _be_one_of_many(self) -> None:
-        """Makes this process a rank that has not joined the others: not the first, whose part another has done."""
+        """Sets a provisional rank until this process joins the others; not 0, whose work another rank has done."""
         self._be_rank(max(1, self.local_rank), self.num_processes)
 
     def _be_rank(self, rank: int, world_size: int) -> None:
@@ -188,8 +187,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     def _join(self, place: RankAssignment, members: Sequence[Member]) -> None:
         assert place.rank is not None
-        # The model of the last world, in DDP, with its group: they must not be left to a worker of a data loader, which
-        # is forked with them and crashes when it finds this garbage. And they hold as much memory as the next will.
+        # Frees the DDP model and the group of the last world. A DataLoader worker that inherits them by a fork crashes
+        # in its garbage collection. They also occupy as much memory as the next world needs.
         gc.collect()
         if self._store is None:
             limit = timedelta(seconds=CONNECT_S)
@@ -241,13 +240,13 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Wraps the LightningModule in DDP; in ``fit``, each world does once it has its state."""
+        """Wraps the LightningModule in DDP; during ``fit``, only after the state has been restored in a world."""
         if self._membership is None or self._fit is not None:
             super().configure_ddp()
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks of a world do together."""
+        """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
         store = self._world_store if self.world_size > 1 else None
         self._detect_hangs(trainer, store, DefaultGroupProgress())
         self._world = StageContext(
@@ -260,27 +259,27 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def leave_world(self, *, agreed: bool) -> None:
-        """Ends what the ranks do together.
+        """Leaves the world.
 
         Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+            agreed: Whether all ranks leave before the same step; otherwise some may have exited.
         """
         if isinstance(self.model, DistributedDataParallel):
-            # Which would exchange what the next one does, as long as anything, such as a trace, holds it.
+            # A traceback may still refer to this DDP model, whose hooks would exchange the gradients of the next world.
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
         super().leave_world(agreed=agreed)
-        self._end_compression()  # after the groups are aborted: to leave one of them waits for what has begun in it
+        self._end_compression()  # after the abort of the groups, because closing a group waits for its operations
 
     @override
     def fall_silent(self) -> None:
-        """Lets this rank end without the others, who go on: it answers alone."""
+        """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         super().fall_silent()
         self.membership.leave(agreed=False)
 
     @override
     def request_interrupt(self) -> None:
-        """Lets all ranks stop before the same step, as after Ctrl-C; for the signal handler of a worker process."""
+        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler."""
         if self._fit is None:
             super().request_interrupt()
         else:
@@ -289,11 +288,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     @override
     def _leave_fit(self) -> None:
         assert self._fit is not None
-        self._fit.leave(SIGTERMException())  # nobody asks for a worker's exit code; the main process has this one's
+        self._fit.leave(SIGTERMException())  # the exit code of a worker is not used
 
     @override
     def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call is a no-op."""
+        """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         elastic_monitor().leave_world(agreed=True)  # workers exit after the stage
         super().teardown()
 
@@ -303,12 +302,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
 
 def _num_hosts_of(members: Sequence[Member]) -> int:
-    """On how many hosts the ranks of a world are."""
+    """Returns the number of hosts of a world."""
     return len({member.peer.host for member in members})
 
 
 def _is_peer_loss(error: BaseException) -> bool:
-    """Whether an exception comes from a collective, or from a store that another rank should have written to."""
+    """Returns whether an exception comes from a collective, or from waiting for another rank's key in the store."""
     at: BaseException | None = error
     while at is not None:
         if is_collective_error(at) or isinstance(at, dist.DistError):

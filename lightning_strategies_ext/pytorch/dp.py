@@ -1,8 +1,8 @@
 """DataParallelStrategy: one process, a replica of the module on each device, a part of each batch for each replica.
 
-Name ``dp_ext`` (and ``dp``, which Lightning 2 has dropped). For the Trainer it is a single process: loops, callbacks,
-optimizers and checkpoints are those of a single device. Only the four steps run on replicas (:mod:`.replication`), and
-what they return, log and update is that of the whole batch.
+Name ``dp_ext`` (and ``dp``, which Lightning 2 has dropped). The Trainer runs a single process: loops, callbacks,
+optimizers, and checkpoints work as on a single device. Only the four steps run on replicas (:mod:`.replication`); their
+results, logged values, and updated metrics cover the whole batch.
 """
 
 from collections.abc import Generator
@@ -46,19 +46,18 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
     """Single-process data parallelism.
 
     Args:
-        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
-        parallel_devices: A device per replica; the CPU as often as there are to be replicas. As chosen by
-            ``Trainer(devices=...)`` if None.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        scatter: Splits batches that have no first dimension to split. Called as ``scatter(batch, num_replicas)``, it
-            returns at most so many pairs of a part and its number of samples.
-        take_turns: Whether replicas run one after the other. By default they do on the CPU, where torch has one
-            random generator for the whole process: at once, what dropout draws would differ from run to run.
+        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
+        parallel_devices: One device per replica, the CPU any number of times; from ``Trainer(devices=...)`` if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
+        scatter: Function that splits batches without a first dimension to split. ``scatter(batch, num_replicas)``
+            returns at most ``num_replicas`` pairs of a part and its number of samples.
+        take_turns: Whether replicas run one after the other. By default, they do on the CPU only: all threads share
+            torch's CPU random generator, so that dropout in concurrent replicas would not be reproducible.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If ``parallel_devices`` cannot hold replicas.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``parallel_devices`` does not support replicas.
 
     Example::
 
@@ -97,7 +96,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
     @property
     @override
     def root_device(self) -> torch.device:
-        """Where the module's own weights are."""
+        """Device of the module itself, of which the replicas are copies."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
         return self.parallel_devices[0]
@@ -116,12 +115,12 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
     @property
     @override
     def world_size(self) -> int:
-        """One process."""
+        """1: there is one process."""
         return 1
 
     @property
     def num_nodes(self) -> int:
-        """One host."""
+        """1: there is one host."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -131,7 +130,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def _configure_launcher(self) -> None:
-        # The last that the Trainer's constructor calls: everything is known, and nothing started.
+        # The Trainer's constructor calls it last: all settings are known, and nothing has started.
         check_single_process(self._num_nodes, self.cluster_environment)
         check_replica_devices(self.parallel_devices)
 
@@ -139,16 +138,16 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def setup_environment(self) -> None:
-        """Prepares the root device, and makes this process belong to no process group in the stage."""
+        """Prepares the root device, and hides an existing default process group during the stage."""
         self._has_set_aside = process_group.set_aside()
         super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Makes the module ready for the stage.
+        """Prepares the module for the stage.
 
         Raises:
-            ValueError: If the module cannot be replicated, or something asks for several processes.
+            ValueError: If the module cannot be replicated, or a plugin requires several processes.
         """
         assert self.lightning_module is not None
         layer_sync = strategy_parts.layer_sync(self)
@@ -188,9 +187,9 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Leaves the batch for the replicas, each of which gets its part on its device.
+        """Returns the batch unchanged; each replica moves its part to its device.
 
-        Where the module has transfer hooks of its own they run once, on the whole batch and the root device.
+        If the module or data module overrides transfer hooks, they run once, with the whole batch and the root device.
         """
         module = self.lightning_module
         assert module is not None
@@ -203,7 +202,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a training step on replicas; the loss is that of the whole batch."""
+        """Runs a training step on replicas; the loss covers the whole batch."""
         with self.precision_plugin.train_step_context():
             return self._run("training_step", args, kwargs)
 
@@ -233,14 +232,14 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Does nothing: gradients of replicas add up on the root device, in each backward pass."""
+        """A no-op: each backward pass adds the gradients of replicas to those on the root device."""
         yield
 
     # --- collectives ---
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces each tensor of a collection over its entries, one per replica; one of no dimensions is returned.
+        """Reduces each tensor of a collection over its entries, one per replica; scalars stay unchanged.
 
         Raises:
             ValueError: If ``reduce_op`` is unknown.
@@ -259,7 +258,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns: there is one process."""
+        """A no-op: there is one process."""
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -270,7 +269,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def teardown(self) -> None:
-        """Ends the replicas' threads and unwraps the model, moves it off the device. A second call does no harm."""
+        """Ends the replicas' threads, unwraps the model, and moves it to the CPU. A second call is a no-op."""
         if isinstance(self.model, ReplicatedModule):
             self.model.close()
             self.model = self.lightning_module
@@ -281,7 +280,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:
-    """What ``Trainer(strategy="dp")`` gives where Lightning has no such name."""
+    """Creates the strategy for ``Trainer(strategy="dp")``, a name that Lightning 2 does not have."""
     rank_zero_info("`strategy='dp'` is served by lightning-strategies-ext; it is the same as `strategy='dp_ext'`.")
     return DataParallelStrategy(**kwargs)
 

@@ -1,7 +1,7 @@
-"""Elastic: what strategies have in common whose ``fit`` may go through worlds of different ranks.
+"""Elastic: mixin for strategies whose ``fit`` may pass through several worlds.
 
-What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inherits from this first, and brings
-``take_rank``, ``enter_world``, ``fall_silent`` and a ``membership``.
+:mod:`lightning_strategies_ext.elastic` implements elastic training. The mixin precedes the strategy among the base
+classes, and the subclass implements ``take_rank``, ``enter_world``, ``fall_silent``, and ``membership``.
 """
 
 from abc import abstractmethod
@@ -33,7 +33,7 @@ else:
 
 
 class Elastic(_Base):
-    """The part of an elastic strategy that is the same for every engine."""
+    """Mixin of the elastic strategies of all engines."""
 
     _fit: ElasticFit | None
     _commit_every_n_steps: int
@@ -42,21 +42,21 @@ class Elastic(_Base):
     @property
     @abstractmethod
     def membership(self) -> Membership:
-        """Who the ranks are."""
+        """Membership of this rank."""
 
     @property
     @override
     def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` with which less would be exchanged, and ranks could still change."""
+        """Values of ``compression`` that would reduce the size of exchanges and support elastic training."""
         return tuple(name for name in super().cheaper_compressions if name != "localsgd")
 
     @abstractmethod
     def take_rank(self) -> None:
-        """Makes this process the rank that its membership says."""
+        """Sets the rank of this process according to its membership."""
 
     @abstractmethod
     def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks of a world do together."""
+        """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
         comes_to_others = not self.membership.has_joined
@@ -68,18 +68,18 @@ class Elastic(_Base):
         self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
         if self._world.was_stop_requested:
             self._leave_fit()
-        self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
+        self._agree_on_sigterm(trainer, is_requested=False)  # without peers, before the training loop
 
     # --- one world after another ---
 
     def take_part(self) -> None:
-        """Lets this rank's collectives be those of all, from here on."""
+        """Makes this rank take part in the collectives of its world from now on."""
         self.membership.has_joined = True
         self._world.local_collectives = None
 
     @contextmanager
     def answering_alone(self) -> Generator[None, None, None]:
-        """Lets this rank's collectives return its own values inside it."""
+        """Makes the collectives of this rank local during the block."""
         self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
         try:
             yield
@@ -88,10 +88,10 @@ class Elastic(_Base):
 
     @override
     def on_train_start(self) -> None:
-        """Called after all ``on_train_start`` hooks: undoes changes to a restored module, and follows added parameters.
+        """Undoes changes of ``on_train_start`` hooks to a restored module, and exchanges gradients of added parameters.
 
         Raises:
-            DifferentModelsError: If the hooks have added other parameters on another rank.
+            DifferentModelsError: If the hooks have added different parameters on another rank.
         """
         super().on_train_start()
         if self._fit is None or self._world.local_collectives is not None:
@@ -110,21 +110,21 @@ class Elastic(_Base):
 
     @property
     def _exchange_of_gradients(self) -> tuple[Any, Any]:
-        """The object that knows the parameters whose gradients are exchanged, and the model that it is asked about."""
+        """Object that tracks the parameters whose gradients are exchanged, and the model for its methods."""
         return cast("Unfreezing", self)._trainable, self.model
 
     def leave_world(self, *, agreed: bool) -> None:
-        """Ends what the ranks do together.
+        """Leaves the world.
 
         Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+            agreed: Whether all ranks leave before the same step; otherwise some may have exited.
         """
         self._world.leave() if agreed else self._world.abandon()
         self.membership.leave(agreed=agreed)
         elastic_monitor().mark_finished()
 
     def _detect_hangs(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
-        """Has hung ranks killed from here on, if the user has set a hang timeout."""
+        """Starts the detection of hung ranks, which are killed; stops it without a hang timeout or without peers."""
         if store is None or self._hang_timeout_s is None:
             elastic_monitor().stop_hang_detection()
             return
@@ -132,13 +132,13 @@ class Elastic(_Base):
         elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._hang_timeout_s, where)
 
     def fall_silent(self) -> None:
-        """Lets this rank end without the others, who go on: it answers alone."""
+        """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         elastic_monitor().stop_hang_detection()
         self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Gives a training loader this rank's share of what is left of the epoch."""
+        """Shards the remaining samples of the epoch for a training loader."""
         module = self.lightning_module
         if module is not None and self._fit is not None and module.trainer.training:
             self._fit.share_out(dataloader)
@@ -148,14 +148,14 @@ class Elastic(_Base):
 
     @override
     def _fail(self, exception: BaseException) -> None:
-        # The other ranks go on without this one.
+        # The other ranks continue without this rank.
         super()._fail(exception)
         if self._fit is not None:
             self.fall_silent()
 
     @override
     def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         elastic_monitor().stop_hang_detection()
         if self._fit is not None:
             self._fit.close()
@@ -184,5 +184,5 @@ class Elastic(_Base):
 
 
 def is_fitting(trainer: "pl.Trainer") -> bool:
-    """Whether the stage is one in which ranks may change."""
+    """Returns whether the stage is ``fit``, in which ranks may change."""
     return bool(trainer.state.fn == TrainerFn.FITTING)

@@ -1,8 +1,8 @@
 """HorovodStrategy: data parallelism over Horovod, under ``horovodrun``, ``mpirun``, or started by ``fit`` itself.
 
-Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod is another engine than torch.distributed: the
-Trainer's collectives, the sampler's ranks, the agreement on a SIGTERM, the end of failing ranks and the synchronisation
-of metrics all go through it. No collective waits for a ``join``: all ranks take part in all of them.
+Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod replaces torch.distributed as the engine of
+the Trainer's collectives, the sampler's ranks, the agreement on a SIGTERM, the handling of failed ranks, and the
+synchronization of metrics. Horovod's ``join`` is not used: all ranks take part in all collectives.
 """
 
 from collections.abc import Callable, Generator
@@ -60,33 +60,34 @@ class HorovodStrategy(ParallelStrategy):
     """Multi-process data parallelism over Horovod.
 
     Args:
-        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        compression: "none", or "fp16": gradients travel in half the bytes.
-        op: "average" or "sum" of the gradients, or "adasum" of what each rank's optimizer made of its own.
-        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts small neighbours together, up to 1 MiB.
-        sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
-        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
-            number of ranks after.
-        scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as Lightning 1 did.
-        process_set: The ranks that exchange gradients; None for all.
-        uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
-            with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
-        elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
-        commit_every_n_steps: See there.
-        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
-            ranks exit with an error that has the stacks of all. None lets ranks wait indefinitely. Elastic ranks
-            kill the inactive rank instead.
-        broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
-            Otherwise each rank trains with its own, and gets those of rank 0 before each evaluation and checkpoint.
+        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process; from ``Trainer(devices=...)`` if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
+        compression: "none", or "fp16" to exchange gradients in float16.
+        op: Reduction: "average" or "sum" of the gradients, or "adasum" of the ranks' optimizer steps.
+        num_groups: Number of groups of parameters; the gradients of a group are exchanged together. 0 exchanges each
+            gradient separately; None groups small gradients of adjacent parameters, up to 1 MiB.
+        sparse_as_dense: Whether sparse gradients are converted to dense ones before the exchange.
+        gradient_predivide_factor: Divisor f of the gradients before they are summed over n ranks; the sum is divided by
+            n / f.
+        scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as in Lightning 1.
+        process_set: Ranks that exchange gradients; all ranks if None.
+        uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
+            epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
+        elastic: Whether ranks may fail, leave, and join during ``fit``: True creates a
+            :class:`.HorovodElasticStrategy`.
+        commit_every_n_steps: Argument of :class:`.HorovodElasticStrategy`.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
+            ranks then exit with an error that contains their stacks; in elastic training, the inactive rank is killed.
+            With None, ranks wait indefinitely.
+        broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
+            each rank trains with its own buffers, and receives rank 0's before each evaluation and checkpoint.
 
     Raises:
-        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -156,22 +157,22 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True: each rank has a part of the data."""
+        """True: each rank has a shard of the data."""
         return True
 
     @property
     def rank(self) -> int:
-        """Global rank, as Horovod calls it."""
+        """Global rank of this process, under Horovod's name."""
         return self.global_rank
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
         return environment.num_processes(self.parallel_devices or [], self.cluster_environment)
 
     @property
     def num_nodes(self) -> int:
-        """Hosts."""
+        """Number of hosts."""
         if isinstance(self.cluster_environment, environment.HorovodEnvironment):
             launch = self.cluster_environment.launch
             return max(1, launch.size // launch.local_size)
@@ -184,7 +185,7 @@ class HorovodStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
@@ -192,18 +193,18 @@ class HorovodStrategy(ParallelStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """False: the Trainer counts, and gradients add up locally until it says so."""
+        """False: the Trainer counts the batches, and gradients accumulate locally until it ends the window."""
         return False
 
     @property
     @override
     def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` with which less would be exchanged."""
+        """Values of ``compression`` that would reduce the size of exchanges."""
         return ("fp16",) if self._options.compression == "none" else ()
 
     @override
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
-        """Lets an observer hear of each exchange; None ends it."""
+        """Sets the observer that is notified of each exchange; None for no observer."""
         super().observe_exchanges(observer)
         for exchange in (self._world.gradient_exchange, self._deltas):
             if isinstance(exchange, (GradientExchange, DeltaExchange)):
@@ -213,18 +214,19 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # Called by the Trainer when devices and environment are known, in one process still.
+        # The Trainer calls it after it has set devices and environment, before processes start.
         assert self.cluster_environment is not None
         check_not_interactive(f"`strategy={self.strategy_name!r}`")
         environment.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Refuses, before processes start, a ``fit`` that cannot work.
+        """Rejects, before processes start, a ``fit`` that would fail.
 
         Raises:
-            ValueError: If layers are to be synchronised other than batch normalisation, or this between CPUs, or if
-                there is a callback that needs one process.
+            MisconfigurationException: If a callback requires a single process.
+            ValueError: If a plugin synchronizes other layers than batch normalization, or batch normalization would be
+                synchronized between CPUs.
         """
         self._check_callbacks(trainer)
         layer_sync = strategy_parts.layer_sync(self)
@@ -244,10 +246,10 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Prepares the device and joins the other ranks; returns when all have.
+        """Prepares the device and joins the other ranks; returns when all ranks have joined.
 
         Raises:
-            RuntimeError: If this process has joined other ranks before.
+            RuntimeError: If this process has joined other ranks before, or Horovod does not support the device.
         """
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
@@ -269,13 +271,13 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Places the model on the device with rank 0's weights, and creates the optimizers.
+        """Moves the model to the device, with rank 0's weights; for training, also creates the optimizers.
 
         Raises:
-            DifferentModelsError: If another rank has another model.
-            RuntimeError: If ``op="adasum"`` cannot be had from this Horovod.
+            DifferentModelsError: If another rank has a different model.
+            RuntimeError: If this Horovod or this number of ranks does not support ``op="adasum"``.
             TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped an optimizer.
-            ValueError: If a model to be trained has no parameter that needs a gradient.
+            ValueError: If training has no parameter that requires a gradient.
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -322,13 +324,13 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def _before_training_step(self) -> None:
         exchange = self._world.gradient_exchange
-        # As DDP, which skips it within a window of accumulation.
+        # As in DDP, not within an accumulation window.
         if self._are_buffers_stale:
             self._share_buffers()
         self._are_buffers_stale = exchange is None or not exchange.is_held_back
 
     def _share_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
-        """Gives all ranks the buffers of one, default rank 0. Collective."""
+        """Broadcasts the buffers of one rank, by default rank 0. Collective: all ranks call it."""
         collectives = self.collectives
         if self._world.local_collectives is None and self.lightning_module is not None:
             collectives.broadcast_buffers(  # type: ignore[attr-defined]
@@ -337,14 +339,14 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Gives all ranks the buffers of rank 0, so that they evaluate one model."""
+        """Broadcasts the buffers of rank 0, so that all ranks evaluate the same model."""
         super().on_validation_start()
         self._share_buffers(is_known_to_match=False)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
+        """Disables the gradient exchange of backward passes in the block; gradients accumulate locally."""
         exchange = self._world.gradient_exchange
         assert exchange is None or isinstance(exchange, GradientExchange)
         with nullcontext() if exchange is None else exchange.held_back():
@@ -362,10 +364,10 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Waits until the gradients are those of all ranks, where the backward pass itself has not done so.
+        """Waits for the exchange of gradients, unless the backward pass itself has waited.
 
         Raises:
-            UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
+            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
         if self._world.uneven_inputs is not None:
             self._world.uneven_inputs.after_backward()
@@ -383,7 +385,7 @@ class HorovodStrategy(ParallelStrategy):
         """Steps the optimizer; with Adasum, combines the steps of all ranks.
 
         Returns:
-            What the optimizer's ``step`` returned.
+            Result of the optimizer's ``step``.
         """
         if self._deltas is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -398,22 +400,22 @@ class HorovodStrategy(ParallelStrategy):
         """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
 
         Args:
-            result: The tensor; named as in Lightning 1, and why this method is here.
-            group: Process set, default all ranks.
-            sync_grads: Whether gradients flow back through the result, to every rank's input.
+            result: The tensor. This method overrides the inherited one to keep this name of Lightning 1.
+            group: Process set; all ranks if None.
+            sync_grads: Whether gradients flow back through the result to every rank's input.
         """
         return super().all_gather(result, group, sync_grads)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns when every rank has called it; in ``Trainer.save_checkpoint``, gives all ranks the buffers of rank 0.
+        """Waits until all ranks have called it; in ``Trainer.save_checkpoint``, broadcasts the buffers of rank 0.
 
         Args:
-            *args: As those of :meth:`.ParallelStrategy.barrier`.
-            **kwargs: The same.
+            *args: Positional arguments of :meth:`.ParallelStrategy.barrier`.
+            **kwargs: Keyword arguments of :meth:`.ParallelStrategy.barrier`.
         """
         super().barrier(*args, **kwargs)
-        # Here, and not in `save_checkpoint`, which one rank may call alone.
+        # Not in `save_checkpoint`, which a single rank may call.
         if name_of_barrier(*args, **kwargs) == "Trainer.save_checkpoint":
             self._share_buffers(is_known_to_match=False)
 
@@ -421,9 +423,9 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call does no harm.
+        """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op.
 
-        Horovod stays initialised for the next stage, and is shut down when the interpreter ends.
+        Horovod remains initialized for the next stage and is shut down when the interpreter exits.
         """
         self._world.leave()
         if self._metrics is not None:
@@ -459,8 +461,8 @@ class HorovodStrategy(ParallelStrategy):
 
 
 def legacy_horovod(**kwargs: Any) -> HorovodStrategy:
-    """What ``Trainer(strategy="horovod")`` gives where Lightning has no such name."""
-    strategy = HorovodStrategy(**kwargs)  # which knows the rank
+    """Creates the strategy for ``Trainer(strategy="horovod")``, a name that Lightning 2 does not have."""
+    strategy = HorovodStrategy(**kwargs)  # sets the rank, on which the message depends
     rank_zero_info(
         "`strategy='horovod'` is served by lightning-strategies-ext; it is the same as `strategy='horovod_ext'`."
     )

@@ -1,6 +1,6 @@
-"""HorovodElasticStrategy: ``fit`` over Horovod with ranks that may die, leave and join. Name ``horovod_elastic_ext``.
+"""HorovodElasticStrategy: ``fit`` over Horovod with ranks that fail, leave, and join. Name ``horovod_elastic_ext``.
 
-What happens then is :mod:`lightning_strategies_ext.elastic`'s; this is its face, and says what Horovod has to do.
+:mod:`lightning_strategies_ext.elastic` implements elastic training; this module connects it to Horovod.
 """
 
 from typing import Any
@@ -21,23 +21,22 @@ from lightning_strategies_ext.stage_context import StageContext
 
 
 class HorovodElasticStrategy(Elastic, HorovodStrategy):
-    """Data parallelism over Horovod whose ranks may die, leave and join during ``fit``.
+    """Data parallelism over Horovod with ranks that may fail, leave, and join during ``fit``.
 
-    Needs ``horovodrun`` with a discovery script. Ends of epochs are made even as by ``uneven_inputs="join"``, unless
-    "stop" is asked for.
+    It requires ``horovodrun`` with a discovery script. ``uneven_inputs`` is "join" by default and may be "stop".
 
     Args:
         elastic: True.
-        commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
-            100 by default.
-        *args: Those of :class:`.HorovodStrategy`.
-        **kwargs: Those of :class:`.HorovodStrategy`. One that other ranks of its host have waited for as long as they
-            have ``hang_timeout`` is killed, and they go on without it.
+        commit_every_n_steps: Number of optimizer steps between commits, which ranks restore after a failure; 100 if
+            None.
+        *args: Arguments of :class:`.HorovodStrategy`.
+        **kwargs: Arguments of :class:`.HorovodStrategy`. After ``hang_timeout``, a rank of the same host kills the hung
+            rank, and the other ranks continue.
 
     Raises:
         RuntimeError: If Horovod is not installed, or no elastic driver has started this process.
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -79,10 +78,10 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
     @property
     @override
     def membership(self) -> elastic_driver.DriverMembership:
-        """Who the ranks are. The first call waits for them.
+        """Membership of this rank. The first access waits for the other ranks.
 
         Raises:
-            RuntimeError: If some do not come.
+            RuntimeError: If not all ranks join in time.
         """
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         return elastic_driver.membership(self.cluster_environment.launch)
@@ -117,17 +116,17 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
 
     @override
     def take_rank(self) -> None:
-        """Makes this process the rank that its membership says."""
+        """Sets the rank of this process according to its membership."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
         launching.say_rank(self.global_rank)
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks of a world do together."""
+        """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
         alone = self._world.local_collectives
         is_alone = self.world_size == 1 or alone is not None
-        # Processes of an elastic run are not of the same age, and each world has a store of its own.
+        # Each world has its own store, because processes of an elastic job start at different times.
         store = None if is_alone else runtime.make_store()
         self._world = StageContext(
             self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
@@ -137,7 +136,7 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         if store is not None:
             self.membership.detect_host_loss(store)
         self._begin_exchange(trainer)
-        # Only those leave that were asked to.
+        # In `fit`, only the ranks that have received a SIGTERM leave.
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
@@ -148,6 +147,6 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
 
     @override
     def fall_silent(self) -> None:
-        """Lets this rank end without the others, who go on: it answers alone."""
+        """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         super().fall_silent()
         elastic_driver.leave()

@@ -1,8 +1,8 @@
-"""CommunicationMonitor: a callback that says what a step waits for, on which rank, and what to do about it.
+"""CommunicationMonitor: a callback that reports what a step waits for, on which rank, and how to improve it.
 
-What it promises: no collective, no communication hook and no change of a gradient. Each rank reads clocks; a thread
-takes what it has noted to rank 0 by the ranks' key-value store. Weights are the same to the last bit with it. What goes
-wrong in it is said once, and the training goes on without it.
+It calls no collective, registers no communication hook, and changes no gradient, so that weights are bitwise identical
+with and without it. Each rank measures times; a thread transfers them to rank 0 through the ranks' store. After an
+error in the monitor, it logs one warning, and training continues without it.
 """
 
 import logging
@@ -38,12 +38,12 @@ from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
 
 log = logging.getLogger(__name__)
 
-#: How long rank 0 waits for what the others have noted last, in seconds.
+#: Time that rank 0 waits for the last measurements of the other ranks, in seconds.
 LAST_WINDOW_TIMEOUT_S = 10.0
-#: Windows that are kept one by one.
+#: Maximum number of windows; beyond it, all but the first are combined.
 _MAX_HISTORY = 64
 _KEY = "communication"
-#: What Lightning calls in each step.
+#: Hooks that Lightning calls in each step.
 _STEP_HOOKS = (
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_train_batch_end"),
@@ -52,35 +52,34 @@ _sessions = count()
 
 
 class CommunicationMonitor(Callback):
-    """Says where the time of training steps goes, on which rank, and what limits the job.
+    """Reports how training steps spend their time, on each rank, and which bottleneck limits the job.
 
-    Every ``every_n_steps`` optimizer steps, rank 0 gives the logger means of them under ``communication/...``: bytes
-    and time of the exchange, how much of it is hidden behind the backward pass and how much is exposed, and of that how
-    much is waiting for other ranks and how much is transfer; the slowest rank; and the phases of a step. At the end of
-    ``fit`` it writes a timeline of all ranks, as a picture and as a trace for chrome://tracing or Perfetto, and prints
-    one line of advice.
+    Every ``every_n_steps`` optimizer steps, rank 0 logs their means under ``communication/...``: bytes and time of the
+    exchange, its hidden part, which overlaps with the backward pass, and its exposed part, which consists of waiting
+    for other ranks and of transfer; the slowest rank; and the phases of a step. At the end of ``fit``, it writes a
+    timeline of all ranks, as an image and as a trace for chrome://tracing or Perfetto, and prints one line of advice.
 
-    It works with all strategies of this package, with Lightning's ``ddp``, and with a single process, where nothing is
-    exchanged.
+    It works with all strategies of this package, with Lightning's ``ddp``, and with a single process, which exchanges
+    nothing.
 
     Args:
-        every_n_steps: Optimizer steps that means are taken of; the Trainer's ``log_every_n_steps`` if None.
-        observed_steps: How many of them in a row are observed, or all if there are fewer; an observed step takes some
-            80 microseconds longer. The timeline has those that were observed last.
-        directory: Where the timeline is written; ``communication`` in the Trainer's ``default_root_dir`` if None.
+        every_n_steps: Number of optimizer steps per mean; the Trainer's ``log_every_n_steps`` if None.
+        observed_steps: Number of consecutive steps of these that are measured, or all if there are fewer. A measured
+            step takes about 80 microseconds longer. The timeline contains the steps that were measured last.
+        directory: Directory of the timeline; ``communication`` in the Trainer's ``default_root_dir`` if None.
         progress_bar: Whether the progress bar shows the share of a step that waits for communication.
-        picture: Whether the picture is drawn, for which there must be matplotlib.
+        picture: Whether to draw the timeline as an image, which requires matplotlib.
 
     Attributes:
-        observed_steps: See above.
-        times: Of each rank, means over the last ``fit``, but for its first steps; on rank 0, and in the main process of
-            spawned workers.
-        advice: The line, or None before there is one.
-        files: What has been written.
+        observed_steps: The argument.
+        times: Mean times of each rank over the last ``fit``, without its first steps; on rank 0, and in the main
+            process of spawned workers.
+        advice: Line of advice; None before the end of ``fit``.
+        files: Paths of the written files.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value cannot work; with ``fit``, if the strategy's exchanges cannot be seen.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is invalid; in ``fit``, if the strategy's exchanges cannot be observed.
 
     Example::
 
@@ -121,10 +120,10 @@ class CommunicationMonitor(Callback):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Refuses strategies of which no exchange could be seen, and a second monitor.
+        """Rejects strategies whose exchanges cannot be observed, and a second monitor.
 
         Raises:
-            ValueError: If it is one, or there is one.
+            ValueError: If the strategy's exchanges cannot be observed, or the Trainer has a second monitor.
         """
         if sum(isinstance(callback, CommunicationMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
@@ -143,11 +142,11 @@ class CommunicationMonitor(Callback):
                 " out, or use a strategy of this package, such as `strategy='ddp_ext'`, or Lightning's `ddp`."
             )
 
-    # --- a training begins ---
+    # --- start of training ---
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Begins to take times; in elastic training, in each world."""
+        """Starts the measurement; in elastic training, once per world."""
         self._guarded(self._begin, trainer)
 
     def _begin(self, trainer: "pl.Trainer") -> None:
@@ -180,53 +179,53 @@ class CommunicationMonitor(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Leaves out what comes between two epochs."""
+        """Excludes the time between two epochs from the measurement."""
         if self._session is not None:
             self._session.pauses()
 
     @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Leaves out a validation."""
+        """Excludes the time of a validation from the measurement."""
         if self._session is not None:
             self._session.pauses()
 
-    # --- in observed steps ---
+    # --- in measured steps ---
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Notes a time."""
+        """Records the start of a batch."""
         if self._session is not None:
             self._session.batch_begins()
 
     @override
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Notes a time."""
+        """Records the start of a backward pass."""
         if self._session is not None:
             self._session.backward_begins()
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Notes a time."""
+        """Records the end of a backward pass."""
         if self._session is not None:
             self._session.backward_ends()
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Notes that a step ends with this batch."""
+        """Records that an optimizer step follows this batch."""
         if self._session is not None:
             self._session.optimizer_steps()
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes a time, and asks DDP for those of its exchange."""
+        """Records the end of a batch, and the times of DDP's exchange."""
         if self._session is not None:
             self._guarded(self._session.batch_ends)
 
-    # --- it ends ---
+    # --- end of training ---
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """On rank 0, writes the timeline and prints the advice."""
+        """Writes the timeline and prints the advice, on rank 0."""
         session = self._session
         if session is None:
             return
@@ -236,14 +235,14 @@ class CommunicationMonitor(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """On rank 0, writes what has come so far; nobody is waited for."""
+        """Writes the measurements that have arrived on rank 0, without waiting for other ranks."""
         if self._session is not None:
             self._leave()
             self._guarded(self._report, trainer, False)
 
     @override
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ends what no other hook has ended."""
+        """Ends the measurement if no other hook has ended it."""
         self._leave()
 
     @override
@@ -257,12 +256,12 @@ class CommunicationMonitor(Callback):
         for each in undo or ():
             each()
         if session is not None:
-            with suppress(Exception):  # which was said before, if that is why it is left
+            with suppress(Exception):  # if an error is the reason to leave, it has been logged
                 session.abandon()
         trainer_stages.call_hooks(self, _STEP_HOOKS, True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
-        """A monitor ends no training."""
+        """Calls a function; an exception ends the monitor and not the training."""
         try:
             function(*args)
         except Exception as error:
@@ -276,7 +275,7 @@ class CommunicationMonitor(Callback):
 
     def _hear(self, trainer: "pl.Trainer", windows: list[Window]) -> None:
         times = times_of(windows)
-        if not all(each.num_steps for each in times):  # the last one may end before the steps that would be observed
+        if not all(each.num_steps for each in times):  # the last window may end before its measured steps
             return
         self._history.append(times)
         if len(self._history) > _MAX_HISTORY:
@@ -290,7 +289,7 @@ class CommunicationMonitor(Callback):
                 logger.log_metrics(values, step=step)
 
     def _show_in(self, progress_bar: Any) -> Callable[[], None]:
-        """Adds a value to what the progress bar shows; not by ``self.log``, which is for the metrics of users."""
+        """Adds a value to the progress bar; not by ``self.log``, which is for the user's metrics."""
         get_metrics = progress_bar.get_metrics
 
         def get_metrics_and_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -308,7 +307,7 @@ class CommunicationMonitor(Callback):
     def _report(self, trainer: "pl.Trainer", draws: bool) -> None:
         if not self._history:
             return
-        kept = self._history[1:] or self._history  # the first steps are like no others
+        kept = self._history[1:] or self._history  # the first steps are slower than others
         self.times = [combined(of_rank) for of_rank in zip(*kept, strict=True)]
         self.advice = advise(self.times, _job_of(trainer, self._recent))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -340,7 +339,7 @@ class CommunicationMonitor(Callback):
 
 
 def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], int] | None:
-    """What says how many bytes the last steps have handed over; None if exchanges are told one by one."""
+    """Returns a function that counts the bytes of the last steps; None if the session is notified of each exchange."""
     if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
         last = strategy.num_bytes_exchanged
 

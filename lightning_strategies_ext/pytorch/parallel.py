@@ -1,8 +1,8 @@
-"""ParallelStrategy: what every multi-process strategy of the Trainer does the same way.
+"""ParallelStrategy: base class of the Trainer's multi-process strategies.
 
-It promises ranks, collectives, the handling of a SIGTERM and of a failing rank. How processes start and how gradients
-are exchanged is left to the strategies; what carries the collectives is an engine (``collectives``), by default
-torch.distributed, and nothing else here knows which.
+It implements ranks, collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the
+processes and exchange the gradients. Only the property ``collectives`` depends on the engine, by default
+torch.distributed.
 """
 
 from abc import ABC, abstractmethod
@@ -59,28 +59,30 @@ from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsCo
 
 T = TypeVar("T")
 
-#: By these, all ranks end, and none of them has failed.
+#: Exceptions that end the stage on all ranks and are not failures.
 _NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
 
 
 class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
-    """Base of the Trainer's strategies with several processes.
+    """Base class of the Trainer's multi-process strategies.
 
-    A class that works on Lightning's ``ParallelStrategy`` works on this one. Of what is abstract there, ``root_device``
-    and ``model_to_device`` are left to it; the collectives it may leave to torch.distributed or bring itself.
+    Subclasses of Lightning's ``ParallelStrategy`` can derive from this class without changes. They implement the
+    abstract ``root_device`` and ``model_to_device``. The collectives use torch.distributed unless a subclass overrides
+    them.
 
     Args:
-        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
-        cluster_environment: Where ranks and addresses come from; detected if None.
-        checkpoint_io: How checkpoints are written.
-        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
-            ranks exit with an error that has the stacks of all. None leaves it to the timeout of the backend.
+        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process; from ``Trainer(devices=...)`` if None.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
+            ranks then exit with an error that contains their stacks. With None, only the timeout of the backend
+            applies.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If ``parallel_devices`` mixes device types, repeats a GPU or names one that is not there.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``parallel_devices`` mixes device types, repeats a GPU, or contains an unavailable GPU.
 
     Example::
 
@@ -118,28 +120,29 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """With ``elastic=True``, an object of the subclass that is elastic, if a class has one.
+        """Creates an object of the class; with ``elastic=True``, of its elastic subclass, if it has one.
 
-        It stands here since LightningCLI takes a class's own ``__new__`` for what says its arguments.
+        Only this base class has a ``__new__``, because LightningCLI reads the arguments of a class from the class's own
+        ``__new__``.
         """
         check_no_old_names(cls, kwargs)
         target = vars(cls).get("elastic_class")
         if target is not None and kwargs.get("elastic") is True:
             module, _, name = target.partition(":")
-            cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)  # beside it
+            cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)
         return super().__new__(cls)
 
     @property
     @abstractmethod
     @override
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
 
     @property
     def collectives(self) -> Collectives:
-        """What carries this strategy's collectives: torch.distributed's default group, once this process is in one.
+        """Collectives of this rank, by default over torch.distributed's default group.
 
-        In a process that is in none, each returns its input. A rank that has failed answers alone, see
+        In a process without a group, each returns its input. The collectives of a failed rank are local, see
         :class:`.LocalCollectives`.
         """
         return self._world.collectives
@@ -147,20 +150,20 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @property
     @override
     def is_global_zero(self) -> bool:
-        """Whether this is the process with rank zero among all hosts."""
+        """Whether this process has global rank 0."""
         return bool(self.global_rank == 0)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples are this rank's; hosts may have different numbers of ranks, and ranks may change."""
+        """Arguments of the sampler that shards the dataset; hosts may differ in their numbers of ranks."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Replaces the order of a user's random sampler by that of rank 0, see :class:`.SharedOrder`."""
+        """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`."""
         if self.lightning_module is None:
-            return dataloader  # no stage runs
+            return dataloader  # no stage is running
         trainer = self.lightning_module.trainer
 
         def share(sampler: Any) -> SharedOrder:
@@ -174,28 +177,28 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     @property
     def is_shadowing(self) -> bool:
-        """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
+        """Whether this rank has run out of batches and repeats its last batch without effect."""
         inputs = self._world.uneven_inputs
         return inputs is not None and inputs.is_shadowing
 
-    # --- what a monitor asks ---
+    # --- interface of monitors ---
 
     def part_of_store(self, purpose: str, number: int) -> Store | None:
-        """A part of the key-value store that all ranks share, see :meth:`.StageContext.prefix_store`."""
+        """Returns a part of the store that all ranks share, see :meth:`.StageContext.prefix_store`."""
         return self._world.prefix_store(purpose, number)
 
     @property
     def num_bytes_exchanged(self) -> int | None:
-        """What this rank has handed to exchanges so far, in bytes, where what is exchanged is not the gradients."""
+        """Bytes that this rank has passed to exchanges so far; None if exchanges transfer whole gradients."""
         return None
 
     @property
     def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of the argument ``compression``, if there is one, with which less would be exchanged."""
+        """Values of the argument ``compression``, if there is one, that would reduce the size of exchanges."""
         return ()
 
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
-        """Lets an observer hear of exchanges that the strategy itself carries out; None ends it."""
+        """Sets the observer that is notified of exchanges that the strategy itself performs; None for no observer."""
         self._observer = observer
 
     # --- steps ---
@@ -204,7 +207,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     _has_work_before_step = False
 
     def _before_training_step(self) -> None:
-        """Called before each training step, where an engine has work there."""
+        """Runs before each training step if :attr:`_has_work_before_step` is True."""
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,19 +222,19 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one validation step; before it all ranks stop if they agreed to."""
+        """Runs one validation step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one test step; before it all ranks stop if they agreed to."""
+        """Runs one test step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one predict step; before it all ranks stop if they agreed to."""
+        """Runs one predict step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
         return super().predict_step(*args, **kwargs)
 
@@ -241,15 +244,15 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
 
-        In a training step, ranks that have run out of batches count for nothing (``uneven_inputs="join"``).
+        In a training step, ranks that have run out of batches do not contribute (``uneven_inputs="join"``).
 
         Args:
-            tensor: Any shape and dtype, the same on all ranks; what is not a tensor is returned unchanged.
-            group: Ranks that take part, default all.
+            tensor: Tensor of any shape and dtype, which are equal on all ranks. Other objects are returned unchanged.
+            group: Group of ranks; all ranks if None.
             reduce_op: "mean" or "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
 
         Returns:
-            The reduced value. The input may have been overwritten with it.
+            The reduced tensor. The input may have been overwritten with it.
 
         Raises:
             ValueError: If ``reduce_op`` is unknown.
@@ -264,37 +267,37 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
 
         Args:
-            tensor: Shape ``(...)``, the same on all ranks.
-            group: Ranks that take part, default all.
-            sync_grads: Whether gradients flow back through the result, to every rank's input.
+            tensor: Tensor of shape ``(...)``, equal on all ranks.
+            group: Group of ranks; all ranks if None.
+            sync_grads: Whether gradients flow back through the result to every rank's input.
         """
         return self._answering.all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank ``src``, any picklable one; small ones in one round trip.
+        """Returns the picklable object of rank ``src`` on every rank; small objects take one round trip.
 
         Raises:
-            ValueError: If there is no such rank.
+            ValueError: If there is no rank ``src``.
             RuntimeError: On every rank, if the object cannot be pickled.
         """
         return self._answering.broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns when every rank has called it.
+        """Waits until all ranks have called it.
 
         Args:
-            *args: The first is a name, shown in the error if it fails. There is no use for others.
-            **kwargs: ``name`` is the same.
+            *args: Name of the barrier, for the error if it fails; further arguments are ignored.
+            **kwargs: ``name``, an alternative to the first argument; others are ignored.
         """
         self._answering.barrier(name_of_barrier(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does.
+        """Returns whether the decision is True on all ranks, or with ``all=False`` on any rank.
 
-        A subclass that brings ``reduce``, and no ``collectives``, decides by that, as on Lightning's base.
+        It uses ``reduce`` if a subclass overrides that and not ``collectives``, as in Lightning's base class.
         """
         own = type(self)
         brings_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
@@ -306,58 +309,58 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     @staticmethod
     def _check_callbacks(trainer: "pl.Trainer | None") -> None:
-        """Refuses, before processes start, a callback that Lightning refuses in each of several processes."""
+        """Rejects, before processes start, a callback that Lightning rejects later, in each process."""
         callbacks = getattr(trainer, "callbacks", [])
         if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise MisconfigurationException(  # as Lightning raises
+            raise MisconfigurationException(  # as in Lightning
                 "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
                 " several. Find the size with `Trainer(strategy='auto', devices=1)`, or for all devices with"
                 " `strategy='dp_ext'`, and train with the size that was found and without the callback."
             )
 
     def request_interrupt(self) -> None:
-        """Lets all ranks stop before the same step, as after Ctrl-C; for the signal handler of a worker process.
+        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler.
 
         Raises:
-            KeyboardInterrupt: If no stage runs that could agree on a step.
+            KeyboardInterrupt: If no stage is running.
         """
         self._world.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
-        """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
+        """Announces to the other ranks that this rank has failed. Called before any ``on_exception`` hook.
 
-        From here to the next stage the collectives of this rank return its own values: no other rank takes part, and a
-        callback that saves a checkpoint would wait in a barrier for ever. An agreed SIGTERM is no failure, and the
-        Tuner's way out of a trial is none either.
+        Until the next stage, the collectives of this rank are local: no other rank takes part, and a callback that
+        saves a checkpoint would wait in a barrier indefinitely. An agreed SIGTERM is not a failure, and neither is the
+        exception with which the Tuner ends a trial.
         """
         if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
 
     def explain_exception(self, exception: BaseException) -> BaseException:
-        """The exception that the user should see: the given one, or one that it came from by way of a collective."""
+        """Returns the exception to show: the given one, or the failure of another rank that made a collective raise."""
         return self._world.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Ends the other ranks of this host after this one failed, so that none waits for it.
+        """Terminates the other ranks of this host after this rank has failed, so that no rank waits for it.
 
-        Ranks that end by themselves within a few seconds are left to; the others are killed and ``trace`` is shown.
-        Does nothing where there are no other ranks.
+        Ranks may exit by themselves within a few seconds; the rest are killed and ``trace`` is shown. Without other
+        ranks, it is a no-op.
 
         Args:
-            trace: The failure of this rank, as ``traceback.format_exc()`` gives it.
+            trace: Traceback of this rank's failure, as returned by ``traceback.format_exc()``.
         """
         if self._world.failure_monitor is not None:
             self._world.failure_monitor.fail_and_kill_local_peers(trace)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
+        """Terminates the other ranks if this rank has failed. Ctrl-C and an agreed SIGTERM are not failures."""
         if self._world.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
             self.reconciliate_processes(texts_of_exception(exception)[1])
 
     @override
     def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         self._world.leave(is_over=self._ends_with_teardown)
         self._world.release_sigterm()
         if self.cluster_environment is not None:
@@ -371,29 +374,29 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self.checkpoint_io.teardown()
 
     def end_stage(self) -> None:
-        """Called in a worker when all of a stage is over: hooks that come after :meth:`teardown`, too."""
+        """Ends the stage in a worker, after :meth:`teardown` and the hooks that follow it."""
         if self._world.failure_monitor is not None:
             self._world.failure_monitor.finish_stage()
 
-    # --- the world ---
+    # --- stage context ---
 
     @property
     def _ends_with_teardown(self) -> bool:
-        """Whether nobody waits for what this process does after a stage's teardown, as the main process of a worker."""
+        """Whether the stage of this process ends with the teardown; in a worker it ends with :meth:`end_stage`."""
         return True
 
     @property
     def has_joined(self) -> bool:
-        """Whether this process has met the other ranks, as far as there are any."""
+        """Whether this process has joined other ranks; False for a rank without peers."""
         return self._world.failure_monitor is not None
 
     def _engine(self) -> Collectives:
-        """The engine's collectives; engines other than torch.distributed override it."""
+        """Creates the engine's collectives; strategies of other engines than torch.distributed override it."""
         return TorchCollectives(lambda: self.root_device)
 
     @property
     def _answering(self) -> Collectives:
-        # A subclass may bring `collectives` of its own, which say nothing of a rank that has failed.
+        # A subclass may override `collectives`, without local collectives for a failed rank.
         return self._world.local_collectives or self.collectives
 
     def _fail(self, exception: BaseException) -> None:
@@ -409,10 +412,11 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Joins the other ranks for a stage. Collective: all ranks call it.
 
         Args:
-            join: Joins the group of all ranks unless the process has; returns their store, or None for a single rank.
-            leave: Leaves the group of an earlier stage, which may be broken; None if there is none.
-            wake: See :class:`.FailureMonitor`.
-            progress: Progress of this rank.
+            join: Callable that joins the group of all ranks unless this process has joined it, and returns the store of
+                the ranks, or None for a single rank.
+            leave: Callable that leaves the group of an earlier stage, which may be broken; None without such a group.
+            wake: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
+            progress: Progress of this rank's collectives.
         """
         store = join()
         self._world = StageContext(self._engine, self.global_rank, self.world_size, store, previous=self._world)
@@ -423,12 +427,12 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             self._enter_world(join, None, wake, progress)
 
     def _is_group_intact(self) -> bool:
-        """Whether ranks can use the group of an earlier stage; called by all ranks together, in a stage.
+        """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
 
         A failure that ends a stage breaks the group, and the script may catch the exception on all ranks.
 
         Raises:
-            Exception: That of the collective which fails because another rank has failed in this stage.
+            Exception: If the collective fails because another rank has failed in this stage.
         """
         try:
             self.collectives.reduce_boolean_decision(True)
@@ -442,12 +446,12 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         return True
 
     def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
-        """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
+        """Makes all ranks exit when one fails or does not start. Collective: all ranks call it on entering a stage."""
         self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
         install_excepthook(announce_uncaught)
 
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
-        """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
+        """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it."""
         if self._world.failure_monitor is not None:
             self._world.failure_monitor.set_step_source(partial(where_in, trainer), trainer.default_root_dir)
         confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
@@ -456,7 +460,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._world.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
 
     def _evaluate_together(self, trainer: "pl.Trainer") -> None:
-        """Lets ranks without batches run the hooks of an evaluation; called by all ranks together."""
+        """Makes ranks without batches run the hooks of an evaluation. Collective: all ranks call it."""
         if self._world.size == 1:
             return
         stack = self._world.evaluation = ExitStack()
@@ -465,12 +469,12 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             stack.callback(trainer_data.predict_with_few_samples(trainer))
 
     def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
-        """Begins to look after ranks that run out of batches; called by all ranks together, in ``fit``.
+        """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
             trainer: The Trainer.
-            way: What happens to them.
-            device: Of the few numbers that ranks tell each other.
+            way: Reaction to uneven inputs.
+            device: Device of the small tensors that ranks exchange for it.
         """
         world = self._world
         if world.size > 1:
@@ -493,7 +497,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def _before_evaluation_step(self) -> None:
         if self._world.has_decision_before_evaluation_step():
             self._world.apply_decision(self._decide_any)
-        if self._world.must_requeue:  # a window of accumulation may end after the time that is left
+        if self._world.must_requeue:  # the accumulation window may end after SLURM's time limit
             self._world.requeue()
 
     def _decide_any(self, decision: bool) -> bool:
@@ -502,7 +506,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @override
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        # What belongs to this process stays here: a worker has a world of its own.
+        # The stage context belongs to this process: a worker creates another one.
         state.pop("_world")
         return {**state, "was_asked_to_stop": self._world.was_stop_requested, "_observer": None}
 
@@ -515,7 +519,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
 
 def where_in(trainer: "pl.Trainer") -> str:
-    """What a Trainer is at, for people; asked beside the thread that trains, which it costs nothing."""
+    """Returns the stage and step of a Trainer, for messages. Other threads than the training thread may call it."""
     stage = trainer.state.stage
     name = "the stage's setup" if stage is None else stage.value.replace("_", " ")
     return f"{name}, epoch {trainer.current_epoch}, step {trainer.global_step}"

@@ -1,4 +1,4 @@
-"""Parameters that are frozen or unfrozen under the Trainer while it trains: DDP exchanges what needs a gradient now."""
+"""Support for freezing and unfreezing under the Trainer: DDP follows changes of ``requires_grad`` during training."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 
     class _Base(BucketsByTrial, Compressed, ParallelStrategy):
-        """What the strategy is besides."""
+        """Other base classes of the strategy, for type checkers."""
 else:
     _Base = object
 
 
 class Unfreezing(_Base):
-    """The part of a strategy that looks after which parameters are trained; inherited from first."""
+    """Mixin that tracks which parameters are trained; precedes the strategy among the base classes."""
 
     _gradient_sync: GradientSync
     _trainable: TrainableParameters | None = None
 
     def _look_after_unfreezing(self, model: DistributedDataParallel, share: Share | None) -> None:
-        """Begins to do so.
+        """Starts the tracking of trained parameters.
 
         Args:
-            model: In DDP.
-            share: What the exchange of the model asks.
+            model: Model in DDP.
+            share: This rank's contribution to the exchange; None if all ranks always contribute.
         """
         self._trainable = TrainableParameters(model, partial(self._train_others, share))
 
     def _train_others(self, share: Share | None, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-        """Exchanges the gradients of those parameters that need one now; called by all ranks together.
+        """Wraps the model in DDP again for the parameters that now require a gradient. Collective: all ranks call it.
 
         Args:
-            share: See above.
-            model: In DDP.
-            trained: The parameters that were trained before.
+            share: This rank's contribution to the exchange; None if all ranks always contribute.
+            model: Model in DDP.
+            trained: Parameters that were trained before the change.
         """
         check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
         self._gradient_sync.bring_together(trained)
@@ -60,17 +60,17 @@ class Unfreezing(_Base):
             self._observer.exchange_changes()
 
     def _check_unfreezing(self) -> None:
-        """Called before a backward pass.
+        """Rejects a backward pass with a parameter that DDP does not exchange; called before each backward pass.
 
         Raises:
-            RuntimeError: If a parameter has been unfrozen in this step, after DDP has begun it.
+            RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
         """
         if self._trainable is not None and self.world_size > 1:
             self._trainable.check_all_are_known()
 
     @override
     def teardown(self) -> None:
-        """Lets go of the parameters."""
+        """Ends the tracking of trained parameters."""
         self._trainable = None
         super().teardown()
 
