@@ -1,12 +1,12 @@
-"""The strategies' faces for Lightning Fabric. They hold no logic of their own beyond Fabric's method names.
+"""Strategies for Lightning Fabric. They adapt this package's engines to Fabric's methods.
 
-``Fabric(strategy="ddp_ext")`` finds them by name; to pass arguments, construct one::
+``Fabric(strategy="ddp_ext")`` finds a strategy by name; to pass arguments, construct it::
 
     from lightning_strategies_ext.fabric import DDPStrategy
 
     fabric = Fabric(strategy=DDPStrategy(static_graph=True), devices=2)
 
-Classes load when they are first asked for: not everybody has Horovod.
+Classes are imported at their first use, because Horovod may not be installed.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants, on the services the Trainer's face uses."""
+"""DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -58,27 +58,27 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
     """Multi-process data parallelism under Fabric.
 
     Args:
-        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per process. As chosen by ``Fabric(devices=...)`` if None.
-        cluster_environment: Where ranks and addresses come from; detected if None.
-        checkpoint_io: How checkpoints are written.
-        precision: As chosen by ``Fabric(precision=...)`` if None.
-        process_group_backend: torch.distributed backend, by device if None.
-        timeout: Of the rendezvous and of every collective.
-        process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
-        start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
+        accelerator: Accelerator; from ``Fabric(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process; from ``Fabric(devices=...)`` if None.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision: Precision plugin; from ``Fabric(precision=...)`` if None.
+        process_group_backend: torch.distributed backend; chosen by device if None.
+        timeout: Timeout of the rendezvous and of every collective.
+        process_group_options: Options of the backend, for example ``ShmOptions(segment_num_bytes=...)``.
+        start_method: "popen" runs the script once per device; "fork", "spawn", and "forkserver" start workers.
         ddp_comm_state: First argument of ``ddp_comm_hook``.
-        ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
-        ddp_comm_wrapper: Takes the hook and returns one.
-        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
-            ranks exit with an error that has the stacks of all. None leaves it to ``timeout``.
-        compression: What ranks exchange in place of whole gradients: "bf16" or "fp16". Others keep something from step
-            to step, which the Trainer looks after and Fabric does not.
+        ddp_comm_hook: Communication hook that replaces DDP's all-reduce of a gradient bucket, on any device.
+        ddp_comm_wrapper: Function that wraps the hook.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
+            ranks then exit with an error that contains their stacks. With None, only ``timeout`` applies.
+        compression: Compression of gradients: "bf16" or "fp16". Other compressions have a state, which only the Trainer
+            manages.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind or unknown.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -157,18 +157,18 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         else:
             self._launcher = FabricWorkerLauncher(self, self._start_method, preloaded=__name__)
 
-    #: Workers stay for the next ``launch``.
+    #: Whether workers are reused by the next ``launch``.
     keep_workers = True
 
     @property
     def process_group_settings(self) -> tuple[Any, ...]:
-        """Settings by which two strategies are equal if their ranks would have the same process group."""
+        """Settings of the process group; two strategies with equal settings can use the same workers."""
         settings = self._process_group_backend, self._timeout, self._process_group_options
         return *settings, self.num_nodes, self.parallel_devices
 
     @override
     def _setup_distributed(self) -> None:
-        # Called by `setup_environment`, in each process.
+        # `setup_environment` calls it in each process.
         assert self.cluster_environment is not None
         self._set_world_ranks()
         self._process_group_backend = process_group.start(
@@ -187,8 +187,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         """Wraps a module in DDP.
 
         Raises:
-            DifferentModelsError: If another rank has another module.
-            ValueError: If no parameter of it needs a gradient.
+            DifferentModelsError: If another rank has a different module.
+            ValueError: If no parameter of the module requires a gradient.
         """
         if self._ddp_kwargs.get("init_sync", True):
             check_is_same(self.collectives, module, self.root_device, is_trained=True)
@@ -210,7 +210,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
 
     @override
     def explain_exception(self, exception: BaseException) -> BaseException:
-        """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
+        """Returns the exception to show; adds advice to DDP's error about unused parameters."""
         explain_unused_parameters(exception, self, "a step")
         return super().explain_exception(exception)
 
@@ -219,9 +219,9 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
 
 
 class _BackwardSyncControl(strategy_parts.DDPBackwardSyncControl):
-    """Keeps backward passes from exchanging gradients, but for one in which DDP records a static graph.
+    """Disables the gradient exchange of backward passes, except the pass in which DDP records a static graph.
 
-    The sum of gradients is the same: a mean over ranks is not changed by another one.
+    The sum of gradients is the same: the mean over ranks of a mean is that mean.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""DataParallelStrategy for Fabric: ``Fabric(strategy="dp_ext")``, on the replicas that the Trainer's face uses."""
+"""DataParallelStrategy for Fabric: ``Fabric(strategy="dp_ext")``."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -31,18 +31,17 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
     """Single-process data parallelism under Fabric.
 
     Args:
-        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
-        parallel_devices: A device per replica; the CPU as often as there are to be replicas. As chosen by
-            ``Fabric(devices=...)`` if None.
-        checkpoint_io: How checkpoints are written.
-        precision: As chosen by ``Fabric(precision=...)`` if None.
-        scatter: Splits the first input of the module where it has no first dimension to split. Called as
-            ``scatter(batch, num_replicas)``, it returns at most so many pairs of a part and its number of samples.
-        take_turns: Whether replicas run one after the other; by default, on the CPU.
+        accelerator: Accelerator; from ``Fabric(accelerator=...)`` if None.
+        parallel_devices: One device per replica, the CPU any number of times; from ``Fabric(devices=...)`` if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision: Precision plugin; from ``Fabric(precision=...)`` if None.
+        scatter: Function that splits the first input of the module if it has no first dimension to split.
+            ``scatter(batch, num_replicas)`` returns at most ``num_replicas`` pairs of a part and its number of samples.
+        take_turns: Whether replicas run one after the other; by default, only on the CPU.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If ``parallel_devices`` cannot hold replicas.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``parallel_devices`` does not support replicas.
 
     Example::
 
@@ -78,7 +77,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
     @property
     @override
     def root_device(self) -> torch.device:
-        """Where the modules' own weights are."""
+        """Device of the modules themselves, of which the replicas are copies."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
         return self.parallel_devices[0]
@@ -92,26 +91,26 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
     @property
     @override
     def world_size(self) -> int:
-        """One process."""
+        """1: there is one process."""
         return 1
 
     @property
     def num_nodes(self) -> int:
-        """One host."""
+        """Number of hosts; only 1 is supported."""
         return self._num_nodes
 
     @override
     def _configure_launcher(self) -> None:
-        # The last that Fabric's constructor calls: everything is known, and nothing started.
+        # Fabric's constructor calls it last: all settings are known, and nothing has started.
         check_single_process(self._num_nodes, self.cluster_environment)
         check_replica_devices(self.parallel_devices)
 
     @override
     def setup_module(self, module: Module) -> ReplicatedModule:
-        """Wraps a module so that calls of it run on replicas.
+        """Wraps a module so that its calls run on replicas.
 
         Raises:
-            ValueError: If it cannot be replicated.
+            ValueError: If the module cannot be replicated.
         """
         assert self.parallel_devices
         return ReplicatedModule(module, self.parallel_devices, self._scatter, self._take_turns)
@@ -123,7 +122,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
-        """Leaves the batch for the replicas, each of which gets its part on its device."""
+        """Returns the batch unchanged; each replica moves its part to its device."""
         return batch
 
     @override
@@ -147,7 +146,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns: there is one process."""
+        """A no-op: there is one process."""
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -161,16 +160,16 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
-        """Loads such a state into the module itself.
+        """Loads a state without a wrapper's prefix into the module itself.
 
         Raises:
-            RuntimeError: If ``strict`` and names or shapes differ.
+            RuntimeError: If shapes differ or, with ``strict``, if names differ.
         """
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
 
 class _NothingToSync(strategy_parts.BackwardSyncControl):
-    """Gradients of replicas add up on the root device in each backward pass: there is nothing to leave out."""
+    """A no-op: each backward pass adds the gradients of replicas on the root device, without an exchange."""
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:

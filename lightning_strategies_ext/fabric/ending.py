@@ -1,7 +1,7 @@
-"""Ranks under Fabric end together: when one fails in the user's loop, or does not come, all do.
+"""Failure handling and coordinated stops under Fabric: when a rank fails or does not start, all ranks exit.
 
-Fabric calls nothing when the loop fails. In a script, what nobody catches passes through ``sys.excepthook``; in a
-worker, through its job. Whether a signal asks ranks to stop is for the loop to ask, see ``stopping_together``.
+Fabric has no hook for an exception in the user's loop. In a script, ``sys.excepthook`` receives uncaught exceptions; in
+a worker, its task does. For stops after a signal, the loop calls ``stopping_together``.
 """
 
 import signal
@@ -26,10 +26,14 @@ from lightning_strategies_ext.stage_context import StageContext
 
 
 class EndsTogether:
-    """What Fabric's strategies with several processes have for it. They have ``collectives``, ``global_rank`` and such.
+    """Mixin of Fabric's multi-process strategies; precedes Lightning's class among the base classes.
 
     Args:
-        hang_timeout: See the strategies.
+        *args: Positional arguments of the next base class.
+        cluster_environment: Source of ranks and addresses; detected if None.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``; None
+            for no limit.
+        **kwargs: Further arguments of the next base class.
     """
 
     collectives: Collectives
@@ -54,13 +58,13 @@ class EndsTogether:
 
     @property
     def has_joined(self) -> bool:
-        """Whether this process has met the other ranks, as far as there are any."""
+        """Whether this process has joined other ranks; False for a rank without peers."""
         return self._world.failure_monitor is not None
 
     def announce_failure(self, exception: BaseException) -> None:
-        """Says to the other ranks that this one has failed, and ends those of this host that do not end by themselves.
+        """Announces to the other ranks that this rank has failed, and kills ranks of this host that do not exit.
 
-        Ctrl-C is no failure: it reaches all.
+        Ctrl-C is not a failure: all ranks receive it.
         """
         world = self._world
         world.mark_failed(exception, world.rank, world.size)
@@ -68,14 +72,14 @@ class EndsTogether:
             world.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
 
     def explain_exception(self, exception: BaseException) -> BaseException:
-        """The exception that the user should see: the given one, or one that it came from by way of a collective."""
+        """Returns the exception to show: the given one, or the failure of another rank that made a collective raise."""
         return self._world.explain_exception(exception)
 
     @contextmanager
     def stopping_together(self, signum: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
-        """Lets a signal on any rank stop the loops of all ranks before the same step, off the training path.
+        """Makes a signal on any rank stop the loops of all ranks before the same step, without blocking training.
 
-        All ranks enter the block, and call what it gives before each step::
+        All ranks enter the block, and call the yielded function before each step::
 
             with fabric.strategy.stopping_together() as must_stop:
                 for batch in loader:
@@ -84,19 +88,19 @@ class EndsTogether:
                         break
                     ...
 
-        Outside of the block the signal does what it did before. One that comes on this rank after the last call takes
-        effect then, when the block is left.
+        The block restores the previous signal handler at its end. If this rank has received the signal after its last
+        call of the function, the block then raises the signal again.
 
         Args:
-            signum: The signal. Schedulers send SIGTERM before they take a machine away, or what they are told to.
+            signum: Number of the signal. Schedulers send SIGTERM, or a configured signal, before they preempt a host.
 
         Yields:
-            A function that takes nothing and returns whether to stop: on all ranks the same at the same call. It waits
-            for the other ranks only if one has been asked to stop.
+            Function without arguments that returns whether to stop, with the same result for the same call on all
+            ranks. It waits for the other ranks only after a rank has received the signal.
 
         Raises:
-            RuntimeError: If the ranks have not met (``fabric.launch()`` comes first), or a thread other than the main
-                one calls it, in which Python handles no signals.
+            RuntimeError: If it is called before ``fabric.launch()``, or not in the main thread, which handles signals
+                in Python.
         """
         world = self._world
         if self.world_size > 1 and not self.has_joined:
@@ -109,7 +113,7 @@ class EndsTogether:
             yield world.has_decision_before_train_step
         finally:
             world.leave(is_over=False)
-            signal.signal(signum, signal.SIG_DFL if usual is None else usual)  # None is one of C's
+            signal.signal(signum, signal.SIG_DFL if usual is None else usual)  # None is a handler of C code
         if world.was_stop_requested:
             world.was_stop_requested = False
             signal.raise_signal(signum)
@@ -119,7 +123,7 @@ class EndsTogether:
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to this process stays here: a worker has a world of its own.
+        # The stage context belongs to this process: a worker creates another one.
         return {name: value for name, value in vars(self).items() if name != "_world"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Fabric's names of the collectives, and the order of samples, for strategies whose ranks are processes."""
+"""Fabric's collectives, and the order of samples, for multi-process strategies."""
 
 from typing import Any, TypeVar
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class ForwardedCollectives:
-    """Fabric's collectives as methods; stands before Lightning's class among a strategy's bases.
+    """Mixin with Fabric's collectives; precedes Lightning's class among the base classes.
 
     Attributes:
-        collectives: What carries them out.
+        collectives: Collectives of the engine.
     """
 
     collectives: Collectives
@@ -30,18 +30,18 @@ class ForwardedCollectives:
         return self.collectives.all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank ``src``; small ones in one round trip."""
+        """Returns the object of rank ``src`` on every rank; small objects take one round trip."""
         return self.collectives.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
+        """Waits until all ranks have called it. An optional name is shown in the error if it fails."""
         self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
+        """Returns whether the decision is True on all ranks, or with ``all=False`` on any rank."""
         return self.collectives.reduce_boolean_decision(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Replaces the order of a user's random sampler by that of rank 0, see :class:`.SharedOrder`."""
+        """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`."""
         share_orders(dataloader, lambda sampler: SharedOrder(sampler, self.broadcast, epoch=0))
         return dataloader

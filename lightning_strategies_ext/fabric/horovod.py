@@ -1,4 +1,4 @@
-"""HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``, on the services the Trainer's face uses."""
+"""HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``."""
 
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
@@ -42,28 +42,28 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:
-        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per process. As chosen by ``Fabric(devices=...)`` if None.
-        checkpoint_io: How checkpoints are written.
-        precision: As chosen by ``Fabric(precision=...)`` if None.
-        compression: "none", or "fp16": gradients travel in half the bytes.
-        op: "average" or "sum". Adasum combines optimizers' steps, which the Trainer's face can do.
-        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts small neighbours together, up to 1 MiB.
-        sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
-        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
-            number of ranks after.
-        process_set: The ranks that exchange gradients; None for all.
-        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
-            ranks exit with an error that has the stacks of all. None lets ranks wait indefinitely.
-        broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
-            Otherwise each rank trains with its own, and gets those of rank 0 when a module is first called after
-            ``module.eval()``, and before a checkpoint. All ranks call it then.
+        accelerator: Accelerator; from ``Fabric(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process; from ``Fabric(devices=...)`` if None.
+        checkpoint_io: Plugin that writes and reads checkpoints.
+        precision: Precision plugin; from ``Fabric(precision=...)`` if None.
+        compression: "none", or "fp16" to exchange gradients in float16.
+        op: Reduction of the gradients: "average" or "sum". Only the Trainer supports "adasum".
+        num_groups: Number of groups of parameters; the gradients of a group are exchanged together. 0 exchanges each
+            gradient separately; None groups small gradients of adjacent parameters, up to 1 MiB.
+        sparse_as_dense: Whether sparse gradients are converted to dense ones before the exchange.
+        gradient_predivide_factor: Divisor f of the gradients before they are summed over n ranks; the sum is divided by
+            n / f.
+        process_set: Ranks that exchange gradients; all ranks if None.
+        hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
+            ranks then exit with an error that contains their stacks. With None, ranks wait indefinitely.
+        broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
+            each rank trains with its own buffers, and receives rank 0's at the first call of a module after
+            ``module.eval()``, and before a checkpoint. All ranks must make this call.
 
     Raises:
-        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
 
     Example::
 
@@ -126,25 +126,25 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
         return environment.num_processes(self.parallel_devices or [], self.cluster_environment)
 
     @property
     def num_nodes(self) -> int:
-        """Hosts, as ``Fabric(num_nodes=...)`` says."""
+        """Number of hosts, from ``Fabric(num_nodes=...)``."""
         return self._num_nodes
 
     @property
     @override
     def root_device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @override
     def _configure_launcher(self) -> None:
-        # The last that Fabric's constructor calls: everything is known, and nothing started.
+        # Fabric's constructor calls it last: all settings are known, and nothing has started.
         assert self.cluster_environment is not None
         check_not_interactive("`strategy='horovod_ext'`")
         environment.check_num_nodes(self._num_nodes, self.cluster_environment)
@@ -153,10 +153,10 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
     @override
     def setup_environment(self) -> None:
-        """Prepares the device and joins the other ranks; returns when all have.
+        """Prepares the device and joins the other ranks; returns when all ranks have joined.
 
         Raises:
-            RuntimeError: If this process has joined other ranks before.
+            RuntimeError: If this process has joined other ranks before, or Horovod does not support the device.
         """
         assert self.cluster_environment is not None
         super().setup_environment()
@@ -173,11 +173,11 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
     @override
     def setup_module(self, module: Module) -> Module:
-        """Gives a module rank 0's weights, and lets its gradients be exchanged.
+        """Broadcasts rank 0's weights of a module, and starts the exchange of its gradients.
 
         Raises:
-            DifferentModelsError: If another rank has another module.
-            ValueError: If no parameter of it needs a gradient.
+            DifferentModelsError: If another rank has a different module.
+            ValueError: If no parameter of the module requires a gradient.
         """
         check_has_trainable_parameters(module)
         check_is_same(self.collectives, module, self.root_device, is_trained=True)
@@ -197,20 +197,20 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         """Returns the optimizer.
 
         Raises:
-            TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped it.
+            TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped the optimizer.
         """
         check_exchanges_nothing(optimizer, type(self).__name__)
         return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: Any, storage_options: Any | None = None, filter: Any = None) -> None:
-        """Writes a checkpoint on rank 0, with the buffers that all ranks have then.
+        """Writes a checkpoint on rank 0, and broadcasts the buffers of rank 0.
 
         Args:
             path: Path of the file.
-            state: The objects to save.
+            state: Objects to save.
             storage_options: Options of the checkpoint plugin.
-            filter: See :meth:`lightning.fabric.Fabric.save`.
+            filter: Filter of :meth:`lightning.fabric.Fabric.save`.
         """
         super().save_checkpoint(path, state, storage_options, filter)
         for buffers in self._buffers:
@@ -223,7 +223,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
     @override
     def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
-        """Runs the backward pass; when it returns, the gradients are those of all ranks."""
+        """Runs the backward pass and waits for the exchange of its gradients."""
         if self._exchanges:
             self._exchanges[0].begin(tensor)
         super().backward(tensor, module, *args, **kwargs)
@@ -232,7 +232,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
 
 class _Wrapped(Module):
-    """Wrapper of the user's module, as DDP is one.
+    """Wrapper of the user's module, like DDP.
 
     Fabric runs methods such as ``training_step`` through the call of the wrapper, and only if there is a wrapper.
     """
@@ -255,14 +255,14 @@ class _Wrapped(Module):
 
 
 class _Buffers:
-    """Gives all ranks the buffers of rank 0, as a hook that runs before a module's forward pass.
+    """Broadcasts the buffers of rank 0, as a hook that runs before a module's forward pass.
 
     Args:
         module: The module.
-        exchange: Exchange of its gradients.
+        exchange: Exchange of the module's gradients.
         collectives: Collectives of all ranks.
-        process_set: Ranks that exchange gradients; None for all.
-        does_share_in_steps: Whether it does so before training steps, and not only before evaluations.
+        process_set: Ranks that exchange gradients; all ranks if None.
+        does_share_in_steps: Whether to broadcast before training steps, too, and not only before evaluations.
     """
 
     def __init__(
@@ -278,26 +278,26 @@ class _Buffers:
         self._collectives = collectives
         self._process_set = process_set
         self._does_share_in_steps = does_share_in_steps
-        self._are_stale = True  # whether ranks may have different ones
+        self._are_stale = True  # whether the buffers may differ between ranks
         self._was_held_back = False
 
     def __call__(self, wrapped: Module, args: Any) -> None:
         if not self._module.training:
             self.share()
             return
-        if self._does_share_in_steps and not self._was_held_back:  # as DDP
+        if self._does_share_in_steps and not self._was_held_back:  # as in DDP
             self._collectives.broadcast_buffers(self._module, self._process_set, is_known_to_match=True)
         self._are_stale, self._was_held_back = True, self._exchange.is_held_back
 
     def share(self) -> None:
-        """Does it, where a training step came before. Collective: all ranks call it."""
+        """Broadcasts the buffers unless they are equal since the last broadcast. Collective: all ranks call it."""
         if self._are_stale:
             self._collectives.broadcast_buffers(self._module, self._process_set)
         self._are_stale = False
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return _hook_of_copies, ()  # copies of the module, such as averages of it, are those of one rank
+        return _hook_of_copies, ()  # copies of the module, such as averages, belong to one rank
 
 
 def _hook_of_copies() -> Any:
@@ -305,11 +305,11 @@ def _hook_of_copies() -> Any:
 
 
 def _leave(module: Module, args: Any) -> None:
-    """Leaves the buffers as they are."""
+    """A no-op."""
 
 
 class _HoldBack(strategy_parts.BackwardSyncControl):
-    """Keeps the gradients of one module from being exchanged."""
+    """Disables the gradient exchange of one module."""
 
     def __init__(self) -> None:
         self.exchanges: dict[int, GradientExchange] = {}
