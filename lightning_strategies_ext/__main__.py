@@ -4,7 +4,7 @@ import os
 import sys
 
 # ``python -m`` searches the working directory first, where other users may have written a ``json.py`` or ``pip.py``. It
-# stays only if this package is in it.
+# is removed from the path unless it contains this package.
 if (
     __name__ == "__main__"
     and not getattr(sys.flags, "safe_path", False)
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code. Of ``doctor``: 0 if every registered strategy can run here, 1 if not. Of ``install-horovod``: 0
-        if Horovod works, 1 if a step failed, 2 if something is missing that its build needs.
+        The exit code. ``doctor``: 0 if no registered strategy has an error, otherwise 1. ``install-horovod``: 0 if
+        Horovod works, 1 if a step has failed, 2 if a requirement of the build is missing.
     """
     parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
     commands = parser.add_subparsers(dest="command")
@@ -50,10 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(console: Console, *, as_json: bool = False) -> int:
-    """Prints what is here and which strategies can run.
+    """Prints the environment and which strategies can run in it.
 
     Returns:
-        1 if a strategy cannot run and should, or if a malicious release of Lightning is installed; otherwise 0.
+        1 if a strategy has an error, or if a malicious release of Lightning is installed; otherwise 0.
     """
     doctor: Any = import_module(names.in_use().path("lightning_strategies_ext.doctor"))
     malicious = discovery.find_malicious_releases()

@@ -1,4 +1,4 @@
-"""Arguments that the Trainer's face and Fabric's have in common: their kinds, their defaults, what is refused."""
+"""Arguments that the strategies of the Trainer and of Fabric share: types, defaults, checks."""
 
 import platform
 import socket
@@ -14,16 +14,16 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_strategies_ext.launch.processes.process_settings import is_interactive
 from lightning_strategies_ext.registry import UnavailableHereError
 
-#: How the further processes of a host are started.
+#: Method that starts the other processes of a host.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-#: Of the rendezvous and of every collective.
+#: Default timeout of the rendezvous and of every collective.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-#: How long ranks wait in a collective for an inactive rank.
+#: Default time that ranks wait in a collective for an inactive rank.
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=5)
 
 
 def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
-    """The name among the arguments of ``barrier(*args, **kwargs)``, or None."""
+    """Returns the name among the arguments of ``barrier(*args, **kwargs)``, or None."""
     name = kwargs.get("name", args[0] if args else None)
     return None if name is None else str(name)
 
@@ -32,8 +32,8 @@ def check_hang_timeout(hang_timeout: Any) -> float | None:
     """Returns the hang timeout in seconds.
 
     Raises:
-        TypeError: If it is neither a number of seconds, nor a ``timedelta``, nor None.
-        ValueError: If it is not positive.
+        TypeError: If the value is neither a number of seconds, nor a ``timedelta``, nor None.
+        ValueError: If the value is not positive.
     """
     advice = " None lets ranks wait indefinitely."
     return None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, advice)
@@ -54,16 +54,16 @@ def check_no_old_names(cls: type, names: Iterable[str]) -> None:
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:
-    """Refuses what is no time; gives it in seconds.
+    """Returns a time argument in seconds.
 
     Args:
-        name: Of the argument.
-        value: As the user said.
-        advice: What else there is to say.
+        name: Name of the argument.
+        value: Value that the user passed.
+        advice: Text to append to the error message.
 
     Raises:
-        TypeError: If it is neither a number of seconds nor a ``timedelta``.
-        ValueError: If it is not positive.
+        TypeError: If the value is neither a number of seconds nor a ``timedelta``.
+        ValueError: If the value is not positive.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
@@ -74,10 +74,10 @@ def check_seconds(name: str, value: Any, advice: str = "") -> float:
 
 
 def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:
-    """Refuses plugins that are not what their argument says.
+    """Rejects plugins of the wrong type.
 
     Raises:
-        TypeError: If one is not.
+        TypeError: If an argument is not an instance of its class.
     """
     for name, value, kind in (
         ("accelerator", accelerator, Accelerator),
@@ -89,15 +89,15 @@ def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any
 
 
 def check_not_interactive(way: str) -> None:
-    """Refuses, in a notebook or at a prompt, a way of starting processes that needs a script.
+    """Rejects, in a notebook or at a prompt, a start method that requires a script.
 
-    Lightning refuses it too, but later, and recommends its own strategy in place of ours.
+    Lightning rejects it too, but later, and recommends its own strategy.
 
     Args:
-        way: The argument that asks for it, as the user writes it.
+        way: Argument that selects the start method, as the user writes it.
 
     Raises:
-        RuntimeError: If this is a notebook, a prompt or ``python -i``.
+        RuntimeError: If this process is a notebook, a prompt, or ``python -i``.
     """
     if is_interactive():
         raise RuntimeError(
@@ -108,11 +108,11 @@ def check_not_interactive(way: str) -> None:
 
 
 def check_devices(devices: Any) -> None:
-    """Refuses a list of devices that no host could give to one process each.
+    """Rejects an invalid list of devices for one process each.
 
     Raises:
         TypeError: If it is not a list of ``torch.device``.
-        ValueError: If it mixes types, repeats a GPU or names one that is not there.
+        ValueError: If it mixes types, repeats a GPU, or contains an unavailable GPU.
     """
     if devices is None:
         return
@@ -133,11 +133,11 @@ def check_devices(devices: Any) -> None:
 
 
 def check_start_method(start_method: str) -> None:
-    """Refuses a way of starting processes that is unknown or that this platform lacks.
+    """Rejects a start method that is unknown or that this platform does not support.
 
     Raises:
-        UnavailableHereError: If this system cannot hand workers what they need.
-        ValueError: If it is unknown, or lacking.
+        UnavailableHereError: If this system cannot pass open files to workers.
+        ValueError: If the start method is unknown or unsupported.
     """
     if start_method in ("spawn", "fork", "forkserver") and not hasattr(socket, "send_fds"):
         raise UnavailableHereError(
@@ -150,10 +150,10 @@ def check_start_method(start_method: str) -> None:
 
 
 def check_start_method_here(start_method: str) -> None:
-    """Refuses a way of starting processes that a notebook or a prompt cannot have.
+    """Rejects, in a notebook or at a prompt, a start method that requires a script.
 
     Raises:
-        RuntimeError: If this is one.
+        RuntimeError: If this process is a notebook or a prompt and the start method is "popen".
     """
     if start_method == "popen":
         check_not_interactive("`strategy='ddp_ext'` (`start_method='popen'`)")

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there: whoever is killed while saving leaves the file of before.
+"""Atomic checkpoints: if a process is killed while it saves, the previous file remains.
 
-Lightning's own writer collects the file in the directory for temporary files and then moves it. Where that is another
-file system, moving is copying, and a process that is killed meanwhile leaves half a file in the place of the last good
-one. Here the file has no name until it is whole and on the disk.
+Lightning's own writer writes a temporary file and then moves it. If the directory for temporary files is on another
+file system, the move is a copy, and a process that is killed meanwhile replaces the last good checkpoint with an
+incomplete file. Here the file has no name until it is complete and on the disk.
 
-What it does not promise: anything of what is not a file of this host, such as a bucket (Lightning's writer does these),
-or of ``ModelCheckpoint(save_last="link")``, which removes the link before it makes the new one.
+Limitations: Files that are not on a file system of this host, such as those in a bucket, are written by Lightning's
+writer. ``ModelCheckpoint(save_last="link")`` removes the link before it creates the new link.
 """
 
 import os
@@ -25,26 +25,27 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext._system.gpu_sync import synchronize_gpu
 
-#: End of the name of a file that has all of its contents and is about to replace another one.
+#: Suffix of a complete file that is about to replace the previous checkpoint.
 _WHOLE = ".whole"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's reader and writer of checkpoints, with a writer that puts a file in its place when it is whole."""
+    """Lightning's checkpoint plugin with atomic writes."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint; returns when it is on the disk.
 
         Args:
-            checkpoint: What is to be in it.
-            path: Where to; what is there stays until all has been written, and if that fails.
-            storage_options: Must be None, as for Lightning's writer.
+            checkpoint: Contents of the checkpoint.
+            path: Path of the checkpoint. An existing file is replaced after the new file is complete; it remains if
+                writing fails.
+            storage_options: None, as for Lightning's writer.
 
         Raises:
             TypeError: If there are storage options.
-            OSError: If it cannot be written.
-            torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it what is in it.
+            OSError: If the file cannot be written.
+            torch.distributed.DistBackendError: If a GPU collective was aborted, so that the contents may be invalid.
         """
         synchronize_gpu()
         files, local = url_to_fs(str(path))
@@ -58,11 +59,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 class SavesWholeCheckpoints:
-    """A strategy that writes checkpoints so if the user names no other way; stands before Lightning's class."""
+    """Mixin that makes :class:`WholeCheckpointIO` the default plugin; precedes Lightning's class among the bases."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written and read."""
+        """Plugin that writes and reads checkpoints."""
         checkpoint_io: CheckpointIO = strategy_parts.checkpoint_io_of(self, WholeCheckpointIO)
         return checkpoint_io
 
@@ -73,12 +74,12 @@ class SavesWholeCheckpoints:
 
 @contextmanager
 def _put_in_place(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that gets its name when the block ends, in the place of what had it; not if it raises."""
+    """Opens a file that replaces ``path`` at the end of the block, unless the block raises."""
     # Other users may create files in the directory, so they must not be able to predict the name.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = _open_nameless(path.parent)
     if descriptor is None:
-        # What a killed process leaves of it stays.
+        # Limitation: if the process is killed, the incomplete file remains under this name.
         descriptor, has_name = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
     else:
         beside, has_name = beside.with_name(f"{beside.name}{_WHOLE}"), False
@@ -100,17 +101,17 @@ def _put_in_place(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _open_nameless(directory: Path) -> int | None:
-    """Opens a file without a name, which is gone with its process; None where there are no such files."""
+    """Opens a file without a name, which the kernel deletes when its process exits; returns None if unsupported."""
     if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").exists():
         return None
     try:
         return os.open(directory, os.O_WRONLY | os.O_TMPFILE, 0o666)
-    except OSError:  # NFS has none
+    except OSError:  # not supported on NFS, for example
         return None
 
 
 def _remove_whole(path: Path) -> None:
-    """Removes whole files of this user's processes that were killed before they replaced the checkpoint."""
+    """Removes complete files of this user's processes that were killed before they replaced the checkpoint."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_WHOLE)}")
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
@@ -120,13 +121,13 @@ def _remove_whole(path: Path) -> None:
 
 def _name(descriptor: int, path: Path) -> None:
     with _opened(path.parent) as directory:
-        # Python follows the symbolic link, as it is asked to, only if there is a directory too.
+        # Python ignores `follow_symlinks=True` without `dst_dir_fd`.
         os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=directory, follow_symlinks=True)
 
 
 def _make_durable(directory: Path) -> None:
-    """Has the disk know what is in a directory now."""
-    with suppress(OSError), _opened(directory) as descriptor:  # Windows does not open directories
+    """Writes the entries of a directory to the disk."""
+    with suppress(OSError), _opened(directory) as descriptor:  # Windows cannot open directories
         os.fsync(descriptor)
 
 

@@ -1,20 +1,20 @@
-"""Kinds of values that arguments may have, whatever they are for."""
+"""Checks of the types of arguments."""
 
 import sys
 from typing import Any
 
 
 def check_whole_number(name: str, value: Any, least: int) -> int:
-    """Refuses what is no whole number, or less than there must be.
+    """Returns an integer argument if it is valid.
 
     Args:
-        name: Of the argument.
-        value: As the user said.
-        least: The least that is allowed.
+        name: Name of the argument.
+        value: Value that the user passed.
+        least: Minimum.
 
     Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is less.
+        TypeError: If the value is not an integer.
+        ValueError: If the value is less than the minimum.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
@@ -24,10 +24,14 @@ def check_whole_number(name: str, value: Any, least: int) -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Refuses what is neither True nor False.
+    """Returns a boolean argument if it is valid.
+
+    Args:
+        name: Name of the argument.
+        value: Value that the user passed.
 
     Raises:
-        TypeError: If it is not.
+        TypeError: If the value is neither True nor False.
     """
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
@@ -35,9 +39,9 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether a module is compiled: by ``torch.compile(module)``, or in place by ``module.compile()``."""
-    # `torch._dynamo` takes a second to import, and nothing is compiled before. `module.compile()` keeps the compiled
-    # call in a private attribute (torch 2.5 to 2.13).
+    """Returns whether a module is compiled: by ``torch.compile(module)``, or in place by ``module.compile()``."""
+    # The import of `torch._dynamo` takes a second; before it, no module is compiled. `module.compile()` stores the
+    # compiled call in a private attribute (torch 2.5 to 2.13).
     dynamo = sys.modules.get("torch._dynamo")
     is_wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return is_wrapped or getattr(module, "_compiled_call_impl", None) is not None

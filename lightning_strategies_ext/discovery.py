@@ -1,18 +1,17 @@
-"""Makes the strategy names known to Lightning, with no import in the user's script.
+"""Registers the strategy names with Lightning, without an import in the user's script.
 
-torch has :func:`install` called at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and
-later; see :mod:`lightning_strategies_ext.autoload`).
-It only tells torch.distributed the name of a backend, and leaves a note for the import system: when Lightning's
-strategy registries come to life, fill them. So a process that never imports Lightning pays for some dictionary entries.
+torch calls :func:`install` at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and later;
+see :mod:`lightning_strategies_ext.autoload`). It registers import hooks, which register the backend ``shm`` with
+torch.distributed and fill Lightning's strategy registries when their modules are imported. In a process that never
+imports Lightning, it therefore adds only some dictionary entries.
 
-Names of a package whose modules load when they are first asked for are in here too (``lazy_names``): each further
-module would take a quarter of a millisecond of every ``import torch``.
+``lazy_names`` is defined here, too, because each further module would add a quarter of a millisecond to every ``import
+torch``.
 
-What this module promises: it never makes ``import torch`` or ``import lightning`` fail. Whatever goes wrong is said
-once on standard error. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's call off; then ``import
-lightning_strategies_ext`` registers the names.
+``import torch`` and ``import lightning`` never fail because of this module. It reports an error once on standard error.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables torch's call; then ``import lightning_strategies_ext`` registers the names.
 
-Other packages can offer strategies the same way, through entry-point groups of ours (see :data:`GROUPS`)::
+Other packages can register strategies the same way, through entry-point groups of this package (see :data:`GROUPS`)::
 
     [project.entry-points."lightning.pytorch.strategies"]
     my_strategy = "my_package.strategies:MyStrategy"
@@ -29,22 +28,22 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-#: Module that holds a registry, which is also our entry-point group for third parties → (name of the registry, front
-#: end, package of our strategies for it).
+#: Module with a registry, which is also the entry-point group for third parties → (name of the registry, front end,
+#: package of the strategies for it).
 GROUPS = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "lightning_strategies_ext"),
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext.pytorch_lightning"),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "lightning_strategies_ext.pytorch_lightning"),
 }
-#: Module of torch's that knows the backends of process groups.
+#: Module of torch that registers the backends of process groups.
 BACKENDS = "torch.distributed.distributed_c10d"
 
-#: Releases on the package index that steal credentials as soon as they are imported (2026-04-30).
+#: Releases on the package index that steal credentials when they are imported (2026-04-30).
 MALICIOUS_VERSIONS = ("2.6.2", "2.6.3")
 ADVISORY = "GHSA-w37p-236h-pfx3"
 
-#: The working directory at the import of torch, which is usually that in which the user has started this process.
+#: Working directory at the import of torch, usually the directory in which the user has started this process.
 INITIAL_DIRECTORY = os.sep
 with suppress(OSError):  # it may have been deleted
     INITIAL_DIRECTORY = os.getcwd()
@@ -53,10 +52,10 @@ _installed = False
 
 
 def install() -> None:
-    """Arranges that torch's and Lightning's registries are filled when their modules are imported (or at once).
+    """Registers hooks that fill torch's and Lightning's registries when their modules are imported, or immediately.
 
-    Registers nothing, and prints a warning, if a malicious release of Lightning is installed. Calling it again does
-    nothing. Never raises.
+    If a malicious release of Lightning is installed, it registers nothing and prints a warning. Repeated calls are
+    no-ops. Never raises.
     """
     global _installed
     if _installed:
@@ -115,12 +114,12 @@ def describe_malicious_releases(found: dict[str, str]) -> str:
 def lazy_names(
     package: str, modules: dict[str, str], further: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a package; they give what is for the Lightning in use.
+    """Returns functions ``__getattr__`` and ``__dir__`` of a package, which import names for the Lightning in use.
 
     Args:
-        package: Its name.
-        modules: The names that it offers, and the module where each stands.
-        further: Names that it defines itself.
+        package: Name of the package.
+        modules: Exported name → module that defines it.
+        further: Names that the package itself defines.
     """
 
     def getattr_(name: str) -> Any:
@@ -137,7 +136,7 @@ def lazy_names(
 
 
 def name_backend(module: ModuleType) -> None:
-    """Tells torch.distributed of our process group. Never raises."""
+    """Registers the backend ``shm`` with torch.distributed. Never raises."""
     try:
         from lightning_strategies_ext import shm
 
@@ -147,7 +146,7 @@ def name_backend(module: ModuleType) -> None:
 
 
 def fill_registry(module: ModuleType) -> None:
-    """Registers our names, then those of other packages, in the registry that ``module`` holds. Never raises."""
+    """Registers this package's strategies, then other packages', in the registry of ``module``. Never raises."""
     registry_name, front_end, package = GROUPS[module.__name__]
     try:
         from lightning_strategies_ext import registry
@@ -162,7 +161,10 @@ def fill_registry(module: ModuleType) -> None:
 
 
 def _check_version(package: str) -> None:
-    """Says so if this Lightning is not one that the package was made for: pip is told of none, as there are two."""
+    """Prints a warning for an unsupported version of Lightning.
+
+    The package's metadata cannot require a version, because Lightning has two names.
+    """
     version = str(getattr(sys.modules[package], "__version__", ""))
     if version and not version.startswith(("2.5.", "2.6.")):
         _say(f"it was made for Lightning 2.5 and 2.6, and this is {package} {version}. Install one of these.")
@@ -170,12 +172,12 @@ def _check_version(package: str) -> None:
 
 @cache
 def _installed_entry_points() -> Any:
-    """All entry points of this environment. Read once: it takes milliseconds, for the metadata of every package."""
+    """Returns all entry points of this environment. Cached: reading the metadata of all packages takes milliseconds."""
     return entry_points()
 
 
 def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
-    """Registers one strategy of another package, unloaded: its module is imported when the name is used."""
+    """Registers one strategy of another package, whose module is imported when the name is used."""
     owner = entry_point.dist.name if entry_point.dist is not None else "an unknown package"
     try:
         top_level = entry_point.module.partition(".")[0]
@@ -183,7 +185,7 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
             raise ModuleNotFoundError(f"there is no module {top_level!r}")
         from lightning_strategies_ext.registry import LazyStrategy
 
-        name = entry_point.name.lower()  # Lightning lowers what the user gives before it looks it up
+        name = entry_point.name.lower()  # Lightning converts the user's name to lower case
         strategy = LazyStrategy(entry_point.value, owner=owner)
         if name in strategies:
             if strategies[name]["strategy"] == strategy:
@@ -202,5 +204,5 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
 
 
 def _say(message: str) -> None:
-    # Not `warnings.warn`: under `-W error` a warning would be an exception inside somebody's `import torch`.
+    # Not `warnings.warn`: under `-W error` a warning would raise in the user's `import torch`.
     print(f"lightning-strategies-ext: {message}", file=sys.stderr)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Says what a bug report needs to know of this environment, and which strategies can run in it."""
+"""Reports this environment, for bug reports, and which strategies can run in it."""
 
 import logging
 import os
@@ -30,14 +30,14 @@ _VARIANT = re.compile(f"_(find_unused_parameters_(true|false)|{'|'.join(COMPRESS
 
 @dataclass(frozen=True)
 class Finding:
-    """What the doctor found out about one name.
+    """Result for one strategy name.
 
     Attributes:
-        name: The strategy's name.
-        front_ends: Where it is registered: "Trainer", "Fabric".
-        engine: What carries its collectives.
-        problem: Why it cannot run here, or None.
-        is_fault: Whether something is wrong; that something is not here which not everybody needs is not.
+        name: Name of the strategy.
+        front_ends: Front ends in which the name is registered: "Trainer", "Fabric".
+        engine: Engine of the strategy's collectives.
+        problem: Reason why the strategy cannot run here; None if it can.
+        is_fault: Whether the problem is an error; a missing optional requirement is not.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Finding:
 
 
 def facts() -> dict[str, str]:
-    """What is installed and at hand here, by name.
+    """Returns installed software and available hardware: name → description.
 
-    Only versions, read from metadata, if a malicious release of Lightning is installed.
+    If a malicious release of Lightning is installed, it returns only versions from metadata.
     """
     versions = {
         "this package": _version_of("lightning-strategies-ext"),
@@ -74,7 +74,7 @@ def facts() -> dict[str, str]:
 
 
 def _fact_or_reason(look: Callable[[], str], known: str | None) -> str:
-    """A fact, or why it is unknown: if one part is broken, the other facts help to find the reason."""
+    """Returns a fact, or why it is unknown: if one part is broken, the other facts help to find the reason."""
     try:
         return look()
     except Exception as error:
@@ -82,9 +82,9 @@ def _fact_or_reason(look: Callable[[], str], known: str | None) -> str:
 
 
 def examine() -> Iterator[Finding]:
-    """Examines every name that this package, or another one through our entry points, has registered.
+    """Examines every registered name of this package, and of other packages that use its entry points.
 
-    If Lightning cannot be imported, none of our strategies can run, and each finding says why.
+    If Lightning cannot be imported, no strategy can run, and each finding contains the reason.
 
     Raises:
         ImportError: If a malicious release of Lightning is installed.
@@ -122,7 +122,7 @@ def examine() -> Iterator[Finding]:
 
 
 def families(findings: list[Finding]) -> dict[Finding, bool]:
-    """The findings less those of variants of which the same is to be said; and whether there is such a variant."""
+    """Returns the findings, without variants that equal their base strategy: finding → whether it has such variants."""
     by_name = {finding.name: finding for finding in findings}
     has_variants: dict[Finding, bool] = {}
     for finding in findings:
@@ -134,7 +134,7 @@ def families(findings: list[Finding]) -> dict[Finding, bool]:
 
 
 def _problem(entry: dict[str, Any]) -> Exception | None:
-    """Constructs the strategy as Lightning would; what it refuses is what the user would meet."""
+    """Constructs the strategy as Lightning does, and returns the exception that a user would get, or None."""
     try:
         with _silence():
             entry["strategy"](**entry["init_params"])
@@ -145,7 +145,7 @@ def _problem(entry: dict[str, Any]) -> Exception | None:
 
 @contextmanager
 def _silence() -> Generator[None, None, None]:
-    """Keeps notices from what is only tried."""
+    """Disables log messages of strategies that are constructed only as a test."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -251,11 +251,11 @@ def _origin_of_ranks() -> str:
 
     if (launch := Launch.find()) is not None:
         return f"started by {launch.launcher}"
-    # As the Trainer asks them, in its order.
+    # In the order in which the Trainer checks them.
     for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
         try:
             is_here = kind.detect()
-        except Exception as error:  # mpi4py without an MPI, say
+        except Exception as error:  # for example, mpi4py without an MPI
             return f"cannot be told, since Lightning's {kind.__name__} fails: {error}"
         if is_here:
             return f"those of {kind.__name__.removesuffix('Environment')}"

@@ -1,4 +1,4 @@
-"""What this package raises and users may want to catch: when workers fail, torch.multiprocessing's errors, as stock."""
+"""Public exceptions. Worker errors derive from torch.multiprocessing's exceptions, which Lightning raises."""
 
 from typing import TYPE_CHECKING
 
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
 
 
 class UnevenInputsError(RuntimeError):
-    """Ranks have different numbers of batches, and nobody said what to do then."""
+    """The ranks have different numbers of batches, with ``uneven_inputs="error"``."""
 
 
 class DifferentModelsError(ValueError):
-    """The ranks do not have the same model; the message says where it differs first. Raised on every rank."""
+    """The ranks have different models; the message contains the first difference. Raised on every rank."""
 
 
 class RankFailedError(RuntimeError):
-    """Another rank failed, and this one ended for it; the message says which, where and why.
+    """Another rank has failed, so this rank stops; the message contains the rank, its step, and the reason.
 
     Attributes:
-        is_stuck: Whether the other did not come to a collective, and is ended since it does not end by itself.
+        is_stuck: Whether the other rank hangs, so that it has to be killed.
     """
 
     def __init__(self, message: str, is_stuck: bool = False) -> None:
@@ -29,7 +29,7 @@ class RankFailedError(RuntimeError):
 
 
 class WorldTooSmallError(RuntimeError):
-    """Fewer ranks are left than elastic training may have; the message says where the state is."""
+    """Fewer ranks remain than elastic training requires; the message contains the path of the saved state."""
 
 
 class JoinError(RuntimeError):
@@ -37,15 +37,15 @@ class JoinError(RuntimeError):
 
 
 class WorkerRaisedError(ProcessRaisedException):
-    """A worker raised an exception; ``__cause__`` is that exception where it could be sent.
+    """A worker has raised an exception; ``__cause__`` is this exception if it could be pickled.
 
-    An exception that all workers raise, of the same class and with the same message, is raised unchanged, and its
-    ``__cause__`` is this error.
+    If all workers raise exceptions of the same class with the same message, the exception is raised unchanged, with
+    this error as its ``__cause__``.
 
     Attributes:
-        error_index: The local rank of the worker.
-        error_pid: Its process id.
-        first_failure: What failed first, as the ranks know it: which, where, at which step; None if they had not met.
+        error_index: Local rank of the worker.
+        error_pid: Process id of the worker.
+        first_failure: First failure that the ranks observed; None if the ranks had not connected.
     """
 
     first_failure: "Failure | None" = None
@@ -56,13 +56,13 @@ class WorkerRaisedError(ProcessRaisedException):
 
 
 class WorkerDiedError(ProcessExitedException):
-    """A worker ended in the middle of its work: killed, out of memory, crashed.
+    """A worker has exited during a task: killed, out of memory, or crashed.
 
     Attributes:
-        error_index: The local rank of the worker.
-        error_pid: Its process id.
-        exit_code: Its exit code, negative for a signal; -1 where it is not known.
-        first_failure: See :class:`WorkerRaisedError`.
+        error_index: Local rank of the worker.
+        error_pid: Process id of the worker.
+        exit_code: Exit code of the worker, negative for a signal; -1 if unknown.
+        first_failure: First failure that the ranks observed; None if the ranks had not connected.
     """
 
     first_failure: "Failure | None" = None
@@ -75,4 +75,4 @@ class WorkerDiedError(ProcessExitedException):
 
 
 class ResultsError(RuntimeError):
-    """``fit`` has run, and not all that came of it could be brought back; the message says where it is saved."""
+    """``fit`` has finished, but its results could not be transferred; the message contains the path of the state."""

@@ -1,18 +1,18 @@
-"""The environment variables that make a process a rank, which every process that a rank starts inherits.
+"""Environment variables that make a process a rank. Processes that a rank starts inherit them.
 
-A process that a rank starts, such as a script that ``subprocess`` runs, is not a rank. So each rank records in its
-environment that the variables belong to its process. A process that finds the record of another process there, with the
-same variables, has inherited them. A launcher that a rank starts gives other variables to its own ranks.
+A process that a rank starts, such as a script that ``subprocess`` runs, is not a rank. Each rank therefore records in
+its environment that the variables belong to its process. A process that finds the record of another process with the
+same variables has inherited them. A launcher that a rank starts sets other variables for its own ranks.
 """
 
 import json
 import os
 import re
 
-#: Which process the variables belong to, and by which values they are recognized.
+#: Variable with the process to which the rank variables belong, and the values that identify them.
 OWNER = "LIGHTNING_STRATEGIES_EXT_RANK_PROCESS"
-#: The name of the ranks' store, see :mod:`.host_store`, and their ``MASTER_PORT``, where this package has started them
-#: on one host.
+#: Variable with the name of the ranks' store, see :mod:`.host_store`, and their ``MASTER_PORT``; set if this package
+#: has started all ranks on one host.
 STORE = "LIGHTNING_STRATEGIES_EXT_STORE"
 #: Variables that differ between two ranks, or between the ranks of two launches.
 _IDENTITY = (
@@ -31,7 +31,7 @@ _IDENTITY = (
     "PMI_RANK",
     "PMI_JOBID",
 )
-#: What launchers, Lightning, and this package set for each rank.
+#: Names of the variables that launchers, Lightning, and this package set for each rank.
 OF_RANKS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|SLURM_(NTASKS|PROCID|LOCALID|NODEID)|JSM_NAMESPACE_\w+"
@@ -49,10 +49,10 @@ def record_owner() -> None:
 
 
 def drop_inherited() -> bool:
-    """Removes the variables of another process, which is a rank and has started this one or an ancestor of it.
+    """Removes rank variables that this process has inherited from a rank, directly or through other processes.
 
     Returns:
-        Whether there were any.
+        Whether there were inherited variables.
     """
     if OWNER not in os.environ:
         return False
@@ -68,26 +68,27 @@ def drop_inherited() -> bool:
 
 
 def store_variable(name: str, port: int | str) -> str:
-    """Returns the value of :data:`STORE` for ranks of one launch, which have ``MASTER_PORT`` in common."""
+    """Returns the value of :data:`STORE` for the ranks of one launch, which share ``MASTER_PORT``."""
     return f"{name} {port}"
 
 
 def store_name() -> str | None:
-    """Returns the name of the ranks' store; None if this package has not started them, or not on one host.
+    """Returns the name of the ranks' store; None if this package has not started the ranks, or not on one host.
 
-    A rank whose launcher was started by a rank has inherited the variable, and has another ``MASTER_PORT``.
+    If a rank has started the launcher of this rank, this rank has inherited the variable, but has another
+    ``MASTER_PORT``.
     """
     name, _, port = os.environ.get(STORE, "").partition(" ")
     return name if name and port == os.environ.get("MASTER_PORT") else None
 
 
 def environment_for_ranks() -> dict[str, str]:
-    """Returns the environment for ranks that the process starts."""
+    """Returns the environment for ranks that this process starts."""
     return {name: value for name, value in os.environ.items() if name != OWNER}
 
 
 def inherited_text() -> str:
-    """What a message says about variables that this process may have inherited."""
+    """Returns the part of an error message about rank variables that this process may have inherited."""
     listed = ", ".join(f"{name}={os.environ[name]}" for name in _names())
     return (
         f"This process takes its rank from the environment variables {listed}. If a rank has started it, it is not a"

@@ -1,7 +1,7 @@
-"""THE table of strategy names: what each one is, and in which front end it is found.
+"""Table of strategy names, with the class and the front ends of each name.
 
-To see what a name does, find its row in :data:`STRATEGIES`; the rest of this module puts the rows into Lightning's
-registries. Nothing here imports a strategy: the class behind a row loads when the name is used.
+:data:`STRATEGIES` is the table; the rest of this module adds its rows to Lightning's registries. The class of a row is
+imported when the name is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ from lightning_strategies_ext.names import LIGHTNING, PACKAGE, PYTORCH_LIGHTNING
 
 
 class UnavailableHereError(RuntimeError):
-    """What a strategy needs is not here, which is no fault: not everybody needs it."""
+    """An optional requirement of a strategy is missing on this system; not an error of the installation."""
 
 
 class EngineNotInstalledError(UnavailableHereError):
-    """What carries a strategy's collectives is not installed."""
+    """The engine of a strategy is not installed."""
 
 
 PYTORCH = "pytorch"
@@ -35,7 +35,7 @@ _HOROVOD_CLASS = {
     PYTORCH: "lightning_strategies_ext.pytorch.horovod:HorovodStrategy",
     FABRIC: "lightning_strategies_ext.fabric.horovod:HorovodStrategy",
 }
-#: Name of a compression → where there is a strategy with it, and what it is, for people.
+#: Name of a compression → front ends of the strategies with it, and its description for users.
 COMPRESSIONS = {
     "bf16": ((PYTORCH, FABRIC), "gradients exchanged in bfloat16"),
     "fp16": ((PYTORCH, FABRIC), "gradients exchanged in float16"),
@@ -53,11 +53,11 @@ class NamedStrategy:
     """One row: a name that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` accept.
 
     Attributes:
-        name: What the user writes. Lower case, since Lightning lowers what it is given.
+        name: Name in lower case, to which Lightning converts the user's argument.
         classes: Front end (``"pytorch"``, ``"fabric"``) → ``"module:Class"``.
-        engine: What carries the collectives.
-        description: One line for people.
-        init_params: Keyword arguments the class is constructed with.
+        engine: Engine of the collectives.
+        description: One line for users.
+        init_params: Keyword arguments of the constructor.
     """
 
     name: str
@@ -95,7 +95,7 @@ def _ddp_family() -> Iterator[NamedStrategy]:
                 )
 
 
-#: The names that Lightning 2 has dropped stand last, and in the front end only that has no strategy of that name.
+#: All strategies. The names that Lightning 2 has dropped are last, and only for the front end without such a strategy.
 STRATEGIES: tuple[NamedStrategy, ...] = (
     *_ddp_family(),
     NamedStrategy(
@@ -146,24 +146,25 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
 )
 
 
-#: Front end → what it is called, and what classes for it are imported from, in the package for a name of Lightning.
+#: Front end → its name in messages, and the subpackage from which its classes are imported.
 _FACES = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
 
 
 class Registered:
-    """What every strategy of the table has; stands before Lightning's class among its bases."""
+    """Mixin of every strategy in the table; precedes Lightning's class among the base classes."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
+        """Registers this class under its names, for code that fills another registry."""
         for row in STRATEGIES:
             if _path_for_lightning(cls) in row.classes.values() and row.name not in strategy_registry:
                 strategy_registry.register(row.name, cls, description=row.description, **row.init_params)
 
     def __repr__(self) -> str:
-        """Says also what to write for the other front end, and for the other name of Lightning.
+        """Returns a representation with the code for the other front end and for the other name of Lightning.
 
-        A front end refuses the others' strategies with a message that quotes them, before it calls anything of theirs.
+        A front end rejects strategies of another front end with a message that quotes their representation, before it
+        calls any of their methods.
         """
         for kind in type(self).__mro__:
             for row in STRATEGIES:
@@ -174,20 +175,20 @@ class Registered:
 
 
 def name_with(strategy_class: type, **init_params: Any) -> str | None:
-    """The name in the table of a class with the given arguments of its constructor; None if there is none."""
+    """Returns the name in the table of a class with the given constructor arguments, or None."""
     path = _path_for_lightning(strategy_class)
     rows = (row for row in STRATEGIES if path in row.classes.values() and row.init_params == init_params)
     return next((row.name for row in rows), None)
 
 
 def _path_for_lightning(strategy_class: type) -> str:
-    """``"module:Class"`` of a class, or of that for the other name of Lightning."""
+    """Returns ``"module:Class"`` of a class or, for a class of `pytorch_lightning`, of its counterpart."""
     module = strategy_class.__module__
     return f"{PACKAGE}{module.removeprefix(name_of(module).ours)}:{strategy_class.__qualname__}"
 
 
 def _whose(row: NamedStrategy, here: str, name: Name) -> str:
-    """For whom a class is, and how to get those for others that there are in this process."""
+    """Returns the front end of a class, and the code for the other front ends that this process can use."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
     names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
     told = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
@@ -204,24 +205,24 @@ def _whose(row: NamedStrategy, here: str, name: Name) -> str:
 
 @dataclass(frozen=True)
 class LazyStrategy:
-    """Stands for a strategy class in a registry and loads it when it is called.
+    """Placeholder for a strategy class in a registry, which imports the class when it is called.
 
-    Lightning's registries accept any callable. Loading late keeps ``import lightning`` as fast as without us, and a
-    package that is broken breaks only the script that asked for it.
+    Lightning's registries accept any callable. The late import keeps ``import lightning`` as fast as without this
+    package, and a broken package affects only scripts that use its strategy.
 
     Attributes:
-        target: ``"module:Class"``.
-        owner: The package it belongs to.
+        target: Strategy class or factory, as ``"module:Class"``.
+        owner: Name of the package that provides it.
     """
 
     target: str
     owner: str = "lightning-strategies-ext"
 
     def load(self) -> Callable[..., Any]:
-        """Returns the class (or factory).
+        """Returns the class or factory.
 
         Raises:
-            ImportError: If it cannot be imported; the message names the package it belongs to.
+            ImportError: If the import fails; the message contains the name of the package.
         """
         module_name, _, attribute = self.target.partition(":")
         try:
@@ -236,7 +237,7 @@ class LazyStrategy:
         return loaded  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the class and constructs it."""
+        """Imports the class and constructs the strategy."""
         return self.load()(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -244,13 +245,13 @@ class LazyStrategy:
 
 
 def register_all(strategies: Any, front_end: str, package: str = PACKAGE) -> None:
-    """Puts every row that ``front_end`` has a class for, and that is not there yet, into a registry of Lightning's.
+    """Adds to a registry of Lightning every row with a class for ``front_end``, except names that are taken.
 
     Args:
         strategies: ``lightning.pytorch.strategies.StrategyRegistry`` or
             ``lightning.fabric.strategies.STRATEGY_REGISTRY``.
         front_end: ``"pytorch"`` or ``"fabric"``.
-        package: That of our strategies for the name that Lightning has here.
+        package: Package of the strategies for this name of Lightning.
     """
     for row in STRATEGIES:
         target = row.classes.get(front_end)
