@@ -1,13 +1,13 @@
-"""Distributed strategies for PyTorch Lightning, found by name.
+"""Distributed strategies for PyTorch Lightning, registered by name.
 
-Installing the package is enough: ``Trainer(strategy="ddp_ext")`` and ``Fabric(strategy="ddp_ext")`` work with no import
-of this package, see :mod:`lightning_strategies_ext.discovery`. Import it to construct a strategy with arguments::
+After the installation, ``Trainer(strategy="ddp_ext")`` and ``Fabric(strategy="ddp_ext")`` work without an import of
+this package, see :mod:`lightning_strategies_ext.discovery`. Import it to construct a strategy with arguments::
 
     from lightning_strategies_ext import DDPStrategy
 
     trainer = Trainer(strategy=DDPStrategy(static_graph=True), devices=2)
 
-This module runs at every ``import torch``, so it imports nothing heavy: classes load when they are first asked for.
+This module runs at every ``import torch``, so its imports are cheap. Classes are imported at their first use.
 """
 
 from typing import TYPE_CHECKING
@@ -87,5 +87,5 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__"]
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS, ("__version__",))
 
-# An explicit import registers the names where torch's own autoload is switched off; twice is harmless.
+# An explicit import registers the names if torch's autoload is disabled; otherwise the call is a no-op.
 discovery.install()

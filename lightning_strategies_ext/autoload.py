@@ -1,7 +1,7 @@
-"""What torch calls at the end of ``import torch``; installed as the module ``lightning_strategies_ext_autoload``.
+"""Entry point that torch calls at the end of ``import torch``; installed as ``lightning_strategies_ext_autoload``.
 
-It stands beside the package and imports nothing of it before it is called, so that ``import torch`` works also where
-the package has gone: the checkout of an editable install was moved or deleted, and what pip knows of it is still there.
+This module is installed outside of the package and imports it only in the call. ``import torch`` therefore works if the
+package is missing: the checkout of an editable install was moved or deleted, while its metadata remains.
 """
 
 import sys

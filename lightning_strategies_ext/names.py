@@ -1,8 +1,8 @@
-"""The two names that Lightning goes by, and where our modules are for each.
+"""The two names of Lightning, and this package's modules for each.
 
-The packages ``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) hold the same code, and a class of one
-is none of the other. So what speaks to Lightning is there twice: as it is written, for ``lightning``, and below
-:data:`TWIN`, for the other name. ``hatch_build.py`` makes that from the first when the package is built or installed.
+The packages ``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) contain the same code, but their
+classes are distinct. Modules that import Lightning therefore exist twice: the source, for ``lightning``, and a mirror
+below :data:`TWIN`, for the other name. ``hatch_build.py`` generates the mirror when the package is built or installed.
 """
 
 import ast
@@ -16,19 +16,19 @@ from types import FrameType, ModuleType
 from lightning_strategies_ext import discovery
 
 PACKAGE = "lightning_strategies_ext"
-#: The package of the modules for ``pytorch_lightning``.
+#: Package of the mirrored modules, for ``pytorch_lightning``.
 TWIN = f"{PACKAGE}.pytorch_lightning"
 
 
 @dataclass(frozen=True)
 class Name:
-    """One of the two.
+    """A name of Lightning.
 
     Attributes:
-        package: What a user imports.
-        trainer: Where its Trainer is.
-        fabric: Where its Fabric is.
-        ours: The package that has our modules for it.
+        package: Package that users import.
+        trainer: Package of the Trainer.
+        fabric: Package of Fabric.
+        ours: Package of this project's modules for the name.
     """
 
     package: str
@@ -37,24 +37,27 @@ class Name:
     ours: str
 
     def path(self, path: str) -> str:
-        """Where a module of ours that speaks to Lightning is for this name.
+        """Returns the path of a module of this package for this name of Lightning.
 
         Args:
-            path: Of the module for ``lightning``; there may be a class after a colon.
+            path: Path of the module for ``lightning``, optionally with a class after a colon.
         """
         return self.ours + path.removeprefix(PACKAGE)
 
     def load(self, path: str) -> ModuleType:
-        """Imports that module.
+        """Imports a module of this package for this name of Lightning.
+
+        Args:
+            path: Path of the module for ``lightning``.
 
         Raises:
-            ModuleNotFoundError: If it needs Lightning, which is not installed.
-            ImportError: If a malicious release of Lightning is installed. Nothing of it has been imported.
+            ModuleNotFoundError: If the module requires Lightning, which is not installed.
+            ImportError: If a malicious release of Lightning is installed; it has not been imported.
         """
         return self.import_module(self.path(path))
 
     def import_module(self, path: str) -> ModuleType:
-        """Imports a module of Lightning, or one that needs Lightning. Raises like :meth:`load`."""
+        """Imports a module of Lightning, or a module that requires it. Raises the exceptions of :meth:`load`."""
         if malicious := discovery.find_malicious_releases():
             raise ImportError(discovery.describe_malicious_releases(malicious))
         try:
@@ -69,7 +72,7 @@ class Name:
             ) from error
 
     def is_imported(self) -> bool:
-        """Whether this process has imported it."""
+        """Returns whether this process has imported Lightning under this name."""
         return self.trainer in sys.modules or self.fabric in sys.modules
 
 
@@ -78,19 +81,19 @@ PYTORCH_LIGHTNING = Name("pytorch_lightning", "pytorch_lightning", "lightning_fa
 
 
 def name_of(module: str) -> Name:
-    """For which name a module of ours is."""
+    """Returns the name of Lightning for which a module of this package is."""
     return PYTORCH_LIGHTNING if module == TWIN or module.startswith(f"{TWIN}.") else LIGHTNING
 
 
 def in_use(asked_by: FrameType | None = None) -> Name:
-    """For which name things are that are asked for without saying so.
+    """Returns the name of Lightning for attributes of this package that exist for both names.
 
-    That is the one that this process has imported, ``lightning`` if both. Before that, it is the one that is imported
-    by whoever asks: sorted, imports of this package stand before ``import pytorch_lightning``. Then it is the one that
-    is installed; pip installs both for who asks for ``lightning``.
+    It is the name that this process has imported, or ``lightning`` if both. Before such an import, it is the only
+    installed name or, because pip installs both names with ``lightning``, the name that the source of the caller
+    imports: sorted imports have this package before ``pytorch_lightning``.
 
     Args:
-        asked_by: A frame of the program that asks, or of Python's import system on its behalf.
+        asked_by: Frame of the calling program, or of Python's import system on its behalf.
     """
     for name in (LIGHTNING, PYTORCH_LIGHTNING):
         if name.is_imported():
@@ -103,7 +106,7 @@ def in_use(asked_by: FrameType | None = None) -> Name:
 
 
 def _imported_by(frame: FrameType | None) -> set[str]:
-    """The packages that a program imports, as far as its source is there."""
+    """Returns the top-level packages that a program imports; an empty set if its source is unavailable."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
         frame = frame.f_back
     try:
