@@ -122,7 +122,7 @@ def examine() -> Iterator[Finding]:
 
 
 def families(findings: list[Finding]) -> dict[Finding, bool]:
-    """Returns the findings, without variants that equal their base strategy: finding → whether it has such variants."""
+    """Returns the findings without variants equal to their base strategy: finding → whether it has such variants."""
     by_name = {finding.name: finding for finding in findings}
     has_variants: dict[Finding, bool] = {}
     for finding in findings:
