@@ -1,1 +1,1 @@
-"""What `horovod_ext` is made of: the life of Horovod in this process, its collectives, the exchange of gradients."""
+"""Engine Horovod of `horovod_ext`: startup and shutdown, collectives, and gradient exchange."""

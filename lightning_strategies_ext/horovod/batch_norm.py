@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks, by Horovod's own layer, which computes on GPUs only."""
+"""Synchronized batch normalization with Horovod's layer, which computes on GPUs only."""
 
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module
 
@@ -6,10 +6,12 @@ _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
 
 class SynchronizedBatchNorm:
-    """Puts Horovod's layers in the place of a module's, until :meth:`revert`. Weights and buffers are shared.
+    """Replaces the batch normalization layers of a module with Horovod's layers, until :meth:`revert`.
+
+    Both layers share their parameters and buffers.
 
     Args:
-        module: The module.
+        module: The module that contains the layers.
     """
 
     def __init__(self, module: Module) -> None:
@@ -28,7 +30,7 @@ class SynchronizedBatchNorm:
                     self._replaced.append((parent, name, layer))
 
     def revert(self) -> None:
-        """Puts the module's own layers back."""
+        """Restores the original layers of the module."""
         for parent, name, layer in self._replaced:
             layer.train(getattr(parent, name).training)
             setattr(parent, name, layer)

@@ -1,8 +1,8 @@
-"""Collectives over Horovod. A group is a Horovod process set. There is no ``join`` before them: all ranks take part.
+"""Collectives over Horovod. A group is a Horovod process set, and all of its ranks call each collective (no ``join``).
 
-Operations have names by which Horovod knows, on all ranks, what belongs together. Those that it makes up by counting
-differ between ranks once some of them have used a process set alone, and they never come again, so that what it caches
-for a name is of no use. Ours are always the same: of each only one is under way at a time.
+Horovod matches the operations of different ranks by name. Its default names contain a counter. They differ between
+ranks after some ranks have used a process set alone, and they never recur, so Horovod's response cache is never hit.
+The names here are fixed: at most one operation per name is pending at a time.
 """
 
 import zlib
@@ -29,38 +29,38 @@ _OPS = {
 
 
 class HorovodCollectives(Collectives):
-    """The collectives of one rank of Horovod.
+    """Collectives of one rank over Horovod.
 
     Args:
-        device: Gives the device of this rank; asked when an operation must create a tensor of its own.
+        device: Returns the device of this rank; called when an operation must create a tensor.
     """
 
     more_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
     native = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
     def rank(self, group: Any = None) -> int | None:
-        """This rank's number in a process set; None if it is not in it, or Horovod is not initialised."""
+        """Returns this rank's index in a process set; None if the set excludes it, or Horovod is not initialized."""
         if not hvd.is_initialized():
             return None
         process_set = _process_set(group)
         return process_set.rank() if process_set.included() else None
 
     def world_size(self, group: Any = None) -> int:
-        """The number of ranks of a process set."""
+        """Returns the number of ranks of a process set."""
         return int(_process_set(group).size())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor from each rank.
 
         Args:
-            tensor: Any dtype, the same on all ranks. Shapes may differ in the first dimension.
-            group: Process set, default all ranks.
+            tensor: Tensor of any dtype; all ranks have the same dtype. Shapes may differ in the first dimension.
+            group: Process set; None for all ranks.
             sync_grads: Whether the result carries gradients: each rank's input then receives the sum, over all ranks,
                 of the gradients with respect to its part.
 
         Returns:
-            Shape ``(world_size, ...)``, in rank order, if all ranks have the same shape; otherwise the tensors one
-            after the other along the first dimension. Without Horovod: the input.
+            Tensor of shape ``(world_size, ...)``, in rank order, if all ranks have the same shape; otherwise the
+            tensors concatenated along the first dimension. The input if Horovod is not initialized.
         """
         if self.rank(group) is None:
             return tensor
@@ -72,30 +72,33 @@ class HorovodCollectives(Collectives):
         return gathered  # type: ignore[no-any-return]
 
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Gathers one tensor from each rank into a list, as torchmetrics wants them; first dimensions may differ."""
+        """Gathers one tensor from each rank into a list, as torchmetrics expects. First dimensions may differ."""
         gathered, rows = self.gather_rows(tensor, group)
         return [part.view(tensor.shape) if tensor.ndim == 0 else part for part in gathered.split(rows)]
 
     def barrier(self, name: str | None = None) -> None:
-        """Returns when every rank has called it.
+        """Blocks until all ranks have called it.
 
         Args:
-            name: Shown in the error if the barrier fails.
+            name: Name of the barrier in the error message.
         """
         if self.rank() is None:
             return
-        try:  # not Horovod's own barrier, which cannot be waited for in another way than its `synchronize` does
+        try:  # not `hvd.barrier`, which always waits in `synchronize`
             wait_for(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {hvd.rank()}: {label} failed: {error}") from error
 
     def gather_rows(self, tensor: Tensor, group: Any = None) -> tuple[Tensor, list[int]]:
-        """Gathers tensors that may differ in their number of rows, one after the other, and each rank's number.
+        """Gathers tensors whose first dimensions may differ.
 
-        The sizes travel beside the data, so this takes no longer than the data do.
+        The sizes are gathered concurrently with the data and add no latency.
+
+        Returns:
+            The tensors concatenated along the first dimension, and the number of rows of each rank.
         """
-        with torch.inference_mode(False):  # Horovod resizes what it allocates, on a thread of its own
+        with torch.inference_mode(False):  # Horovod resizes the output on its background thread
             return self._gather_rows(tensor.clone() if tensor.is_inference() else tensor, _process_set(group))
 
     def _gather_rows(self, tensor: Tensor, process_set: Any) -> tuple[Tensor, list[int]]:
@@ -111,7 +114,7 @@ class HorovodCollectives(Collectives):
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
 
     def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Begins to add up a tensor over all ranks."""
+        """Starts the sum of a tensor over all ranks, in place; the returned function waits for it."""
         handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=hvd.Sum)
 
         def finish() -> None:
@@ -132,21 +135,21 @@ class HorovodCollectives(Collectives):
     ) -> None:
         """Overwrites a module's buffers with those of one rank. Collective: all ranks of the process set call it.
 
-        Buffers that the module excludes from DDP are left alone.
+        Buffers that the module excludes from DDP are skipped.
 
         Args:
-            module: The module.
-            process_set: Ranks that take part, default all.
-            src: Global rank, default the first of the process set.
-            is_known_to_match: Whether the ranks have buffers of the same names, shapes and dtypes. Otherwise they find
-                out, and leave buffers alone that not all of them have.
+            module: The module with the buffers.
+            process_set: Participating ranks; None for all ranks.
+            src: Global rank of the source; the lowest rank of the process set by default.
+            is_known_to_match: Whether the ranks are known to have buffers of equal names, shapes, and dtypes. Otherwise
+                the ranks compare them first, and skip buffers that some rank lacks.
         """
         if self.rank(process_set) is None or self.world_size(process_set) == 1:
             return
         excluded = names_excluded_from_ddp(module)
         named = [
             (name, buffer.data) for name, buffer in module.named_buffers() if name not in excluded
-        ]  # past autograd
+        ]  # `data`, to bypass autograd
         if not is_known_to_match:
             keys = [zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode()) for name, buffer in named]
             gathered, sizes = self.gather_rows(torch.tensor(keys, dtype=torch.int64), process_set)

@@ -1,4 +1,4 @@
-"""Horovod's ranks as Lightning asks for them, and what the Trainer's and Fabric's arguments must not contradict."""
+"""Lightning's cluster environment for Horovod, and checks of arguments against the launcher."""
 
 import os
 
@@ -12,13 +12,13 @@ from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lo
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """The ranks of a launcher of Horovod's, as Lightning asks for them.
+    """Cluster environment of a process that a launcher of Horovod has started.
 
     Args:
-        launch: What the launcher says.
+        launch: Rank of this process, from the launcher.
 
     Attributes:
-        launch: The same; in elastic training it changes.
+        launch: Current rank of this process; elastic training replaces it.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -26,53 +26,53 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the launcher has."""
+        """True: the launcher has created the processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not known, and not needed: Horovod has a rendezvous of its own."""
+        """Placeholder: Horovod has its own rendezvous."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """See :attr:`main_address`."""
+        """Placeholder: Horovod has its own rendezvous."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Whether a launcher has started this process."""
+        """Returns whether a launcher has started this process."""
         return Launch.find() is not None
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return self.launch.size
 
     def set_world_size(self, size: int) -> None:
-        """Does nothing: the launcher has decided."""
+        """Does nothing: the launcher has set the value."""
 
     def global_rank(self) -> int:
-        """Rank among all."""
+        """Returns the global rank."""
         return self.launch.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing: the launcher has decided."""
+        """Does nothing: the launcher has set the value."""
 
     def local_rank(self) -> int:
-        """Rank on this host."""
+        """Returns the rank on this host."""
         return self.launch.local_rank
 
     def node_rank(self) -> int:
-        """Number of this host."""
+        """Returns the index of this host."""
         return int(os.environ.get("HOROVOD_CROSS_RANK", self.launch.rank // self.launch.local_size))
 
 
 def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
-    """Which rank this process is.
+    """Returns the rank of this process, and the numbers of ranks.
 
     Args:
-        environment: Says it.
-        num_processes: Ranks on this host.
+        environment: Cluster environment of this process.
+        num_processes: Number of ranks on this host.
     """
     if isinstance(environment, HorovodEnvironment):
         return environment.launch
@@ -81,10 +81,10 @@ def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
 
 
 def check_num_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
-    """Refuses several hosts without a launcher, and a number that contradicts it.
+    """Rejects several hosts without a launcher, and a number of hosts that contradicts the launcher.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If ``num_nodes`` is invalid.
     """
     launch = environment.launch if isinstance(environment, HorovodEnvironment) else None
     hosts = 1 if launch is None else max(1, launch.size // launch.local_size)
@@ -101,15 +101,16 @@ def check_num_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> N
 
 
 def num_processes(devices: list[torch.device], environment: ClusterEnvironment | None) -> int:
-    """The number of ranks on this host."""
+    """Returns the number of ranks on this host."""
     return environment.launch.local_size if isinstance(environment, HorovodEnvironment) else len(devices)
 
 
 def configure(devices: list[torch.device], environment: ClusterEnvironment) -> None:
-    """Sets what ranks there are to be, before any is started.
+    """Sets the number of ranks and this process's rank, before ranks are started.
 
     Raises:
         ValueError: If the number of devices contradicts the launcher.
+        RuntimeError: If the process that started this rank has exited.
     """
     check_devices(devices, environment)
     if not isinstance(environment, HorovodEnvironment):
@@ -119,11 +120,11 @@ def configure(devices: list[torch.device], environment: ClusterEnvironment) -> N
 
 
 def check_devices(devices: list[torch.device], environment: ClusterEnvironment) -> None:
-    """Refuses a number of devices that contradicts the launcher.
+    """Rejects a number of devices that contradicts the launcher.
 
     Raises:
-        ValueError: If it does.
-        RuntimeError: If the process that has started this one is gone.
+        ValueError: If the number contradicts the launcher, or a launcher without Horovod has started the processes.
+        RuntimeError: If the process that started this rank has exited.
     """
     if not isinstance(environment, HorovodEnvironment):
         if environment.creates_processes_externally and not is_started_by_us():
@@ -144,9 +145,10 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
 
 
 def device_of_rank(devices: list[torch.device], local_rank: int) -> torch.device:
-    """The device of a rank of this host. With one GPU named, it is that which has the number of the rank.
+    """Returns the device of a rank of this host.
 
-    Where each process sees one GPU only, each rank has that GPU.
+    If ``devices`` contains one GPU, ranks use consecutive GPUs, starting with this GPU. If each process sees only one
+    GPU, the rank uses this GPU.
     """
     if len(devices) == 1 and devices[0].type != "cpu":
         if sees_one_gpu(devices):

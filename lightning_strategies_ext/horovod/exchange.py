@@ -1,15 +1,16 @@
-"""The exchange of gradients over Horovod, while the backward pass still runs.
+"""Gradient exchange over Horovod, overlapped with the backward pass.
 
-A gradient is on its way as soon as autograd has added it up, small ones with the others of their group. Autograd calls
-the exchange at the end of each backward pass, which waits for the gradients that are left: when ``loss.backward()``
-returns, hooks, clipping and the optimizer see the gradients of all ranks. While the exchange is held back, gradients
-add up locally, and the next backward pass that is not held back exchanges their sum: once per window of accumulation.
+The all-reduce of a gradient starts as soon as autograd has accumulated it; small gradients are reduced in groups. At
+the end of each backward pass, autograd calls back, and the exchange waits for the remaining gradients: when
+``loss.backward()`` returns, hooks, clipping, and the optimizer use the gradients of all ranks. While the exchange is
+held back, gradients accumulate locally. The next backward pass that is not held back exchanges their sum, so each
+accumulation window has one exchange.
 
-Adasum combines not gradients but what each rank's optimizer has made of its own (as Horovod's ``DistributedOptimizer``
-does): see :class:`DeltaExchange`.
+Adasum combines parameter updates of the ranks' optimizers instead of gradients (as Horovod's ``DistributedOptimizer``
+does), see :class:`DeltaExchange`.
 
-What it does not promise: that ranks may leave out different parameters for free. A parameter without a gradient on one
-rank is exchanged as zeros after the backward pass, by all ranks.
+Limitations: If a parameter has no gradient on one rank, its exchange starts on this rank only after the backward pass,
+with a gradient of zeros, and the other ranks wait for it.
 """
 
 import time
@@ -33,29 +34,29 @@ from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
 Compression = Literal["none", "fp16"]
 Op = Literal["average", "sum", "adasum"]
-#: A group of gradients is full with so many bytes. Each call costs Horovod's threads of all ranks a word with each
-#: other (with gloo on one host, a step with six small gradients took 15 % less as one group). And the gradients of the
-#: last layers should be on their way while those of the first are computed.
+#: Size at which a group of gradients is full, in bytes. Each operation costs a negotiation between Horovod's threads of
+#: all ranks (with gloo on one host, a step with six small gradients took 15 % less time with one group). The limit lets
+#: the gradients of the last layers be exchanged while those of the first layers are computed.
 GROUP_NUM_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How gradients are exchanged. It names no class of Horovod's, so that it can be checked without Horovod.
+    """Options of the gradient exchange, without classes of Horovod, so that they can be checked without Horovod.
 
     Attributes:
-        compression: "none", or "fp16" to halve the bytes.
-        op: "average", "sum" or "adasum".
-        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts small neighbours together, up to 1 MiB.
-        sparse_as_dense: Whether sparse gradients are made dense first.
-        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
-            number of ranks after.
-        process_set: The ranks that exchange gradients; None for all.
+        compression: Compression of gradients for the transfer, "none" or "fp16".
+        op: Reduction, "average", "sum", or "adasum".
+        num_groups: Number of groups of parameters, each exchanged in one operation; 0 exchanges each parameter
+            separately; None groups consecutive small parameters until a group has 1 MiB.
+        sparse_as_dense: Whether sparse gradients are converted to dense gradients.
+        gradient_predivide_factor: Divisor of gradients before the sum. After it, they are divided by the number of
+            ranks over this factor.
+        process_set: Ranks that exchange gradients; None for all ranks.
 
     Raises:
-        TypeError: If a value is of the wrong kind.
-        ValueError: If a value or a combination cannot work.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
     """
 
     compression: Compression = "none"
@@ -90,13 +91,13 @@ def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
     """Rejects an optimizer that exchanges gradients itself.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer to check.
         strategy: Name of the strategy in the message.
 
     Raises:
         TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped the optimizer.
     """
-    # The wrapper is a subclass of the optimizer's own class, made for the call, with the same name.
+    # The wrapper is a dynamically created subclass of the optimizer's class, with the same name.
     if getattr(getattr(optimizer, "zero_grad", None), "__module__", "") == "horovod.torch.optimizer":
         raise TypeError(
             f"`horovod.torch.DistributedOptimizer` has wrapped the optimizer {type(optimizer).__name__}, and"
@@ -107,12 +108,12 @@ def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
 
 @dataclass
 class Pending:
-    """A gradient that is on its way.
+    """A gradient whose all-reduce is pending.
 
     Attributes:
-        gradient: Where the result goes.
-        wire: What travels: the gradient itself, or a copy in another dtype or layout.
-        handle: Horovod's.
+        gradient: Tensor that receives the result.
+        wire: Tensor that is reduced: the gradient itself, or a copy with another dtype or layout.
+        handle: Horovod's handle of the operation.
     """
 
     gradient: Tensor
@@ -124,11 +125,11 @@ class GradientExchange:
     """Exchanges the gradients of a module's parameters.
 
     Args:
-        module: The module, on its device, with the same weights on all ranks.
-        options: How.
-        prefix: Distinguishes the names of its operations, the same on all ranks, from those of other exchanges.
-        together: All exchanges that take part in the same backward passes, in the same order on all ranks; the caller
-            adds this one. None for this one only.
+        module: Module on its device, with equal weights on all ranks.
+        options: Options of the exchange.
+        prefix: Prefix of the names of operations; equal on all ranks, and different for each exchange.
+        together: All exchanges of the same backward passes, in the same order on all ranks; the caller appends this
+            exchange. None if there is no other.
     """
 
     def __init__(
@@ -145,24 +146,24 @@ class GradientExchange:
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._prefix = prefix
         self._shared_with = together
-        # Under manual optimization, a backward pass that is not the strategy's is an error of the user.
+        # Under manual optimization, a backward pass that bypasses the strategy is a user error.
         self._is_automatic: bool = getattr(module, "automatic_optimization", True)
         self._take_parameters(module)
-        #: The ranks that have computed gradients that count; None for all.
+        #: Contributing ranks, the others are shadowing; None if all ranks contribute.
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
-        #: Gives all ranks the buffers of one; None unless each step gives them those of rank 0.
+        #: Broadcasts the buffers of a rank; None unless each step broadcasts the buffers of rank 0.
         self.broadcast_buffers: Callable[[int | None], None] | None = None
-        #: Whether a backward pass of the strategy runs. The gradients of others stay local, as under DDP.
+        #: Whether a backward pass of the strategy runs. Gradients of other passes stay local, as under DDP.
         self.is_in_backward = False
         self._hook_of_loss: RemovableHandle | None = None
-        self._is_queued = False  # whether autograd calls `_end_pass` when the pass ends
-        self._num_finished = 0  # passes that have exchanged, within one backward pass of the strategy
-        #: Hears of each exchange.
+        self._is_queued = False  # whether autograd will call `_end_pass` at the end of the pass
+        self._num_finished = 0  # passes with an exchange, within one backward pass of the strategy
+        #: Records each exchange, or None.
         self.observer: ExchangeObserver | None = None
         self._begun_at_ns = self._num_bytes = 0
         self._kept: dict[Parameter, Tensor | None] | None = None
-        self._has_own = False  # gradients that have not been exchanged, from before this backward pass
+        self._has_own = False  # whether earlier backward passes have left local gradients
         self._ready: set[Parameter] = set()
         self._pending: dict[Parameter, Pending] = {}
         self._pending_sparse: dict[Parameter, Callable[[], Tensor]] = {}
@@ -174,17 +175,17 @@ class GradientExchange:
         self._groups = _groups(list(self._names), self._options.num_groups)
 
     def find_added(self, module: Module) -> list[Tensor]:
-        """Returns the parameters that were added to the module or replaced others, and are not exchanged."""
+        """Returns the parameters that were added to the module or replaced others, and are not exchanged yet."""
         return [parameter for _, parameter in _exchanged_parameters(module) if parameter not in self._names]
 
     def follow_added(self, module: Module) -> None:
-        """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
+        """Includes added parameters in the exchange. Collective: all ranks call it."""
         self._take_parameters(module)
         self._hook_in()
 
     @contextmanager
     def held_back(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
+        """Disables the exchange inside the context; gradients accumulate locally."""
         before, self.is_held_back = self.is_held_back, True
         try:
             yield
@@ -192,22 +193,22 @@ class GradientExchange:
             self.is_held_back = before
 
     def keep_gradients(self) -> None:
-        """Lets the next backward pass, up to :meth:`finish`, add nothing to what this rank contributes."""
+        """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
         self._kept = {}
-        # What has been exchanged is on the contributors too, and theirs is enough.
+        # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
         if self.is_held_back or self._has_own:
             self._kept = {
                 parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
             }
 
     def begin(self, loss: Tensor) -> None:
-        """Lets the backward pass that is to come exchange gradients, with all exchanges of ``together``.
+        """Enables the exchange in the next backward pass, for all exchanges of ``together``.
 
         Args:
-            loss: The tensor of which the strategy computes the gradients.
+            loss: Tensor on which the strategy calls ``backward``.
 
         Raises:
-            RuntimeError: If the backward pass before it has failed midway.
+            RuntimeError: If the previous backward pass has failed after it had started to exchange gradients.
         """
         does_exchange = False
         for exchange in self._together:
@@ -220,11 +221,11 @@ class GradientExchange:
             exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
             does_exchange = does_exchange or not exchange.is_held_back
         if does_exchange and loss.requires_grad:
-            # In the pass of the loss itself, and not in one that a reentrant checkpoint starts within it.
+            # Queue in the pass of the loss itself, not in a nested pass of a reentrant checkpoint.
             self._hook_of_loss = loss.register_hook(self._queue)
 
     def finish(self) -> None:
-        """Ends what :meth:`begin` began: now at the latest, the gradients are those of all ranks.
+        """Ends the backward pass after :meth:`begin`, and exchanges the gradients if the pass has not done so.
 
         Raises:
             RuntimeError: If another rank has failed or shut Horovod down.
@@ -236,7 +237,7 @@ class GradientExchange:
         if self.is_held_back or not self._process_set.included():
             self._has_own = self._has_own or self._kept is None
         elif not self._num_finished:
-            self._exchange_rest()  # the pass has not come to a parameter of this rank
+            self._exchange_rest()  # the pass has reached no parameter on this rank
         self._kept = None
 
     @property
@@ -244,7 +245,7 @@ class GradientExchange:
         return (self,) if self._shared_with is None else self._shared_with
 
     def _queue(self, _: Tensor | None = None) -> None:
-        """Lets autograd call :meth:`_end_pass` before the backward pass returns; called within the pass."""
+        """Makes autograd call :meth:`_end_pass` at the end of the current backward pass."""
         if not self._is_queued:
             for exchange in self._together:
                 exchange._is_queued = True
@@ -252,16 +253,16 @@ class GradientExchange:
 
     def _end_pass(self) -> None:
         exchanges = self._together
-        has_gradients = False  # a pass of `torch.autograd.grad` has none
+        has_gradients = False  # stays False in a pass of `torch.autograd.grad`
         for exchange in exchanges:
             exchange._is_queued = False
             has_gradients = has_gradients or bool(exchange._ready)
         if has_gradients:
-            for exchange in exchanges:  # in one order: the ranks wait for each other in each
+            for exchange in exchanges:  # in the same order on all ranks, which wait for each other
                 exchange._exchange_rest()
 
     def _exchange_rest(self) -> None:
-        """Exchanges the gradients that are left, and waits for all."""
+        """Exchanges the remaining gradients, and waits for all gradients."""
         if self.is_held_back or not self._process_set.included():
             return
         self._num_finished += 1
@@ -283,7 +284,7 @@ class GradientExchange:
                 pending.gradient.copy_(pending.wire)
             is_unused = parameter in zeros and not pending.gradient.any() if usage is None else not usage[parameter]
             if is_unused:
-                parameter.grad = None  # the optimizer must not see a gradient of zeros
+                parameter.grad = None  # not zeros: the optimizer must skip the parameter
         for parameter, result in self._pending_sparse.items():
             parameter.grad = result()
         self._pending.clear()
@@ -293,13 +294,13 @@ class GradientExchange:
             begun_at_ns = min(self._begun_at_ns or ready_at_ns, ready_at_ns)
             self.observer.exchanged(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
             self._begun_at_ns = self._num_bytes = 0
-        self._hook_in()  # parameters that were frozen before
+        self._hook_in()  # for parameters that were frozen before
 
     def _usage(self, zeros: dict[Parameter, Tensor]) -> dict[Parameter, bool] | None:
-        """Finds for each parameter whether a rank that contributes has a gradient of it; None if all contribute.
+        """Returns, for each parameter, whether a contributing rank has a gradient; None if all ranks contribute.
 
-        A rank without data computes gradients that do not count, and cannot know from their mean alone whether the
-        others have used a parameter.
+        A shadowing rank has local gradients without effect. It cannot infer from the mean whether other ranks have used
+        a parameter.
         """
         assert self.contributors is not None
         if len(self.contributors) == self._process_set.size():
@@ -314,12 +315,12 @@ class GradientExchange:
         return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
     def share_buffers(self) -> None:
-        """Gives all ranks the buffers of the first that contributes, where each step gives them those of rank 0."""
+        """Broadcasts the first contributing rank's buffers, if each step broadcasts buffers and it is not rank 0."""
         if self.broadcast_buffers is not None and self.contributors and self.contributors[0]:
             self.broadcast_buffers(self.contributors[0])
 
     def close(self) -> None:
-        """Lets go of the parameters."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -330,8 +331,8 @@ class GradientExchange:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        # Autograd calls this hook also where it has added up nothing: for a parameter that was frozen after the forward
-        # pass (`toggle_optimizer`), or whose gradient a function returns as None.
+        # Autograd also calls this hook without a new gradient: for a parameter that was frozen after the forward pass
+        # (`toggle_optimizer`), or if a function returns None as its gradient.
         if parameter.grad is None or not parameter.requires_grad:
             return
         parameter = cast(Parameter, parameter)
@@ -347,7 +348,7 @@ class GradientExchange:
                     f" {self._names[parameter]}, whose gradient is a sum over ranks already and would be summed again."
                     " Add up the losses for one backward pass, or use `op='average'`."
                 )
-            if not self._is_queued:  # the user's `backward` has another loss
+            if not self._is_queued:  # the user's `backward` uses a different loss
                 self._together[0]._queue()
             self._start(parameter)
 
@@ -383,13 +384,13 @@ class GradientExchange:
         if gradient.is_sparse and not self._options.sparse_as_dense:
             op, divisor = self._op
             dtype, rows = gradient.dtype, gradient.coalesce()
-            if dtype == torch.bfloat16:  # Horovod cannot sum it
+            if dtype == torch.bfloat16:  # Horovod cannot sum bfloat16
                 rows = rows.to(torch.float32)
             summed = self._hvd.sparse_allreduce_async(rows, self._names[parameter], op, self._process_set)
             self._pending_sparse[parameter] = lambda: (summed() if divisor == 1 else summed() / divisor).to(dtype)
         elif gradient.is_sparse:
             parameter.grad = gradient.to_dense()
-        elif gradient.is_conj():  # which has no real view
+        elif gradient.is_conj():  # a conjugated tensor has no real view
             parameter.grad = gradient.resolve_conj()
         group = self._groups[parameter]
         if all(member in self._ready or not member.requires_grad for member in group):
@@ -400,7 +401,7 @@ class GradientExchange:
         if not parameters:
             return
         gradients = [unshare_gradient(parameter, NUM_HOLDERS) for parameter in parameters]
-        if gradients[0].is_complex():  # a group has one dtype, and Horovod reduces no complex numbers
+        if gradients[0].is_complex():  # a group has one dtype; Horovod cannot reduce complex numbers
             gradients = [torch.view_as_real(gradient) for gradient in gradients]
         wires = [self._on_the_wire(gradient) for gradient in gradients]
         if self.observer is not None:
@@ -421,13 +422,13 @@ class GradientExchange:
     def _on_the_wire(self, gradient: Tensor) -> Tensor:
         if self._options.compression == "fp16" and gradient.is_floating_point():
             return gradient.to(torch.float16).contiguous()
-        if gradient.dtype == torch.bfloat16:  # Horovod cannot sum it
+        if gradient.dtype == torch.bfloat16:  # Horovod cannot sum bfloat16
             return gradient.to(torch.float32).contiguous()
         return gradient.contiguous()
 
     @property
     def _op(self) -> tuple[Any, int]:
-        """Horovod's reduction, and what is to be divided by besides."""
+        """Horovod's reduction, and the divisor of its result."""
         if self._options.op == "sum":
             return self._hvd.Sum, 1
         if self.contributors is None or len(self.contributors) == self._process_set.size():
@@ -436,14 +437,14 @@ class GradientExchange:
 
 
 class DeltaExchange:
-    """Combines, by Adasum, how far each rank's optimizer has moved the parameters (Maleki et al., 2020).
+    """Combines the parameter updates of the ranks' optimizers with Adasum (Maleki et al., 2020).
 
     Args:
-        module: The module.
-        options: How.
+        module: Module with the parameters.
+        options: Options of the exchange.
 
     Raises:
-        RuntimeError: If this Horovod has no Adasum, or not for so many ranks.
+        RuntimeError: If this Horovod has no Adasum, or the number of ranks is not a power of two.
     """
 
     def __init__(self, module: Module, options: ExchangeOptions) -> None:
@@ -453,7 +454,7 @@ class DeltaExchange:
         self._exchanged = {parameter for _, parameter in _exchanged_parameters(module)}
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._is_compressed = options.compression == "fp16"
-        #: Hears of each exchange.
+        #: Records each exchange, or None.
         self.observer: ExchangeObserver | None = None
         size = self._process_set.size()
         if not hvd.mpi_enabled() and not hvd.nccl_built():
@@ -466,7 +467,11 @@ class DeltaExchange:
 
     @contextmanager
     def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:
-        """Lets an optimizer's step inside it be the combination of all ranks' steps."""
+        """Replaces the update of an optimizer step inside the context with the combined update of all ranks.
+
+        Args:
+            parameters: Parameters of the optimizer.
+        """
         moved = [
             torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
             for parameter in parameters
@@ -501,16 +506,16 @@ def _summable(tensor: Tensor) -> Tensor:
 
 
 def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Parameter, list[Parameter]]:
-    # Gradients come in the order from the last layer to the first.
+    # The backward pass computes gradients from the last layer to the first.
     parameters = parameters[::-1]
     most = len(parameters) if num_groups is None else -(-len(parameters) // num_groups) if num_groups else 1
     groups: list[list[Parameter]] = []
     for parameter in parameters:
         last = groups[-1] if groups else []
         num_bytes = sum(member.nbytes for member in last)
-        # A large gradient by itself is summed where it is; Horovod would copy a group into a buffer and back.
+        # A single large gradient is reduced in place, whereas Horovod copies a group to a buffer and back.
         is_large = num_groups is None and max(num_bytes, parameter.nbytes) >= GROUP_NUM_BYTES
-        # Horovod sums the tensors of a group as one, of one dtype.
+        # Horovod reduces the tensors of a group as one buffer, with one dtype.
         if not last or len(last) >= most or is_large or last[0].dtype != parameter.dtype:
             groups.append([parameter])
         else:

@@ -1,4 +1,4 @@
-"""Who has started the ranks of Horovod: a launcher, or ``trainer.fit``, which runs Horovod's rendezvous server then."""
+"""Detects which launcher has started the ranks. Without a launcher, ``fit`` starts them and a rendezvous server."""
 
 import os
 import threading
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 _RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-#: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
-#: from a slow disk may take longer, and Horovod aborts the process then. As long as ranks of torch.distributed wait.
+#: Time for which ranks wait for each other at startup, in seconds, as in torch.distributed. Horovod's default is half a
+#: minute, after which it aborts the process; an import of torch from a slow disk may take longer.
 _TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _TIMEOUT_S = 1800
-#: What Horovod and NCCL read when a process set or a communicator is made.
+#: Variables that Horovod and NCCL read whenever a process set or a communicator is created.
 _READ_LATER = (_RENDEZVOUS_ADDRESS, _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
-#: Rank, size, local rank and local size, as the launchers name them.
+#: Variables with the rank, size, local rank, and local size, by launcher.
 _LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     "mpirun": (
@@ -32,16 +32,16 @@ _LAUNCHERS = {
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
-#: The process of the ranks' script that has started the others: it and they know by it that no launcher has.
+#: Pid of the rank that has started the other ranks. It marks processes that no launcher has started.
 _STARTED_BY = "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says of this process.
+    """Rank of this process, as its launcher has assigned it.
 
     Attributes:
-        launcher: Its name; "python" where the user's script starts the ranks.
+        launcher: Name of the launcher; "python" if the user's script starts the ranks.
         rank: Global rank.
         size: Number of ranks.
         local_rank: Rank on this host.
@@ -56,7 +56,7 @@ class Launch:
 
     @classmethod
     def find(cls) -> "Launch | None":
-        """What the environment variables say, or None if no launcher has started this process."""
+        """Reads the environment variables; returns None if no launcher has started this process."""
         for launcher, names in _LAUNCHERS.items():
             if all(name in os.environ for name in names):
                 return cls(launcher, *(int(os.environ[name]) for name in names))
@@ -64,20 +64,23 @@ class Launch:
 
 
 def is_started_by_us() -> bool:
-    """Whether this process is a rank of a script that has started its ranks itself."""
+    """Returns whether the user's script has started the ranks, including this process."""
     return os.environ.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
 
 
 def lost_starter() -> int | None:
-    """The pid of the process that had started this rank, if it has ended since."""
+    """Returns the pid of the process that started this rank if it has exited; else None."""
     starter = int(os.environ.get(_STARTED_BY, os.getpid()))
     return None if is_running(starter) else starter
 
 
 def serve_rendezvous(num_processes: int) -> None:
-    """Starts Horovod's rendezvous server for ranks of this host; called by the process that starts them, before.
+    """Starts Horovod's rendezvous server for the ranks of this host, in a thread of this process.
 
-    The server lives in a thread of this process.
+    The process that starts the ranks calls it before it starts them.
+
+    Args:
+        num_processes: Number of ranks.
     """
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
@@ -88,7 +91,7 @@ def serve_rendezvous(num_processes: int) -> None:
 
 
 def _rendezvous_server(address: str) -> Any:
-    """Starts a rendezvous server at one address; Horovod's ``RendezvousServer`` listens at all of the host."""
+    """Starts a rendezvous server on one address; Horovod's ``RendezvousServer`` listens on all addresses."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
@@ -97,16 +100,16 @@ def _rendezvous_server(address: str) -> Any:
 
 
 def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) -> None:
-    """Starts another rendezvous server on rank 0, for ranks that connect again. Collective: all ranks call it.
+    """Starts another rendezvous server on rank 0, for ranks that reconnect. Collective: all ranks call it.
 
-    The first server may still have addresses of the first time, where no rank listens. Horovod 0.28 ends the process
-    that connects there.
+    The first server may still have addresses from the first rendezvous, on which no rank listens any more. Horovod 0.28
+    terminates a process that connects to such an address.
 
     Args:
-        store: The store in which the ranks have met.
-        number: The number of such servers before, the same on all ranks.
-        launch: The rank of this process.
-        address: The address of rank 0 for the other ranks; used on rank 0.
+        store: Store that the ranks share.
+        number: Number of previous servers of this kind, equal on all ranks.
+        launch: Rank of this process.
+        address: Address of rank 0 for the other ranks; used on rank 0.
     """
     key = f"lightning_strategies_ext/rendezvous/{number}"
     if launch.rank == 0:
@@ -116,10 +119,10 @@ def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) 
 
 @contextmanager
 def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
-    """Sets the environment variables from which Horovod learns which rank this is, as a launcher would have.
+    """Sets the environment variables that Horovod reads at startup, as a launcher would.
 
-    Most are gone afterwards: what the script starts later would take itself for this rank. Where the rendezvous is
-    stays, since process sets that are added later are made there.
+    Most are restored on exit, because child processes of the script would take them for their own rank. The variables
+    of the rendezvous stay, because Horovod reads them when a process set is added later.
     """
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars

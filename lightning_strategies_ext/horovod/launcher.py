@@ -1,4 +1,4 @@
-"""The launchers of ranks that no launcher of Horovod's has started: the user's script runs once more for each."""
+"""Launchers for scripts without ``horovodrun`` or ``mpirun``: they run the user's script again for each other rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,24 +8,24 @@ from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher
 
 
 class HorovodLauncher(ScriptLauncher):
-    """Starts the further ranks of this host, unless ``horovodrun`` or ``mpirun`` has.
+    """Starts the other ranks of this host, unless ``horovodrun`` or ``mpirun`` has started them.
 
     Args:
-        strategy: Its ``check_before_launch(trainer)`` raises to refuse a run.
+        strategy: Strategy whose ``check_before_launch(trainer)`` raises to reject a run.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
+        """Starts the other ranks if no launcher has started them, and runs ``function`` in this process."""
         if not self.cluster_environment.creates_processes_externally:
             serve_rendezvous(self.num_processes)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class FabricHorovodLauncher(FabricScriptLauncher):
-    """The same for Fabric."""
+    """Starts the other ranks of this host under Fabric, unless ``horovodrun`` or ``mpirun`` has started them."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
+        """Starts the other ranks if no launcher has started them, and runs ``function`` in this process."""
         if not self.cluster_environment.creates_processes_externally:
             serve_rendezvous(self.num_processes)
         return super().launch(function, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Metrics of torchmetrics under Horovod.
+"""Synchronization of torchmetrics metrics under Horovod.
 
-By default a metric asks torch.distributed whether there are other ranks, and under Horovod the answer is wrong. For the
-time of a stage all metrics of the process ask Horovod instead, wherever they are: in modules, containers and callbacks,
-and those that are created later. Metrics that were given functions of their own use these.
+By default, a metric finds other ranks through torch.distributed, which finds none under Horovod. During a stage, all
+metrics of the process use Horovod instead: in modules, containers, and callbacks, and also metrics that are created
+later. Metrics with custom functions for synchronization keep them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class MetricSync:
     """Synchronizes all metrics of the process over the ranks of Horovod, until :meth:`close`.
 
     Args:
-        collectives: Returns the collectives, which change when this rank fails or enters a world.
+        collectives: Returns the current collectives, which change when this rank fails or joins a world.
     """
 
     def __init__(self, collectives: Callable[[], Collectives]) -> None:
@@ -29,14 +29,14 @@ class MetricSync:
         Metric.sync = _sync  # type: ignore[assignment, method-assign]
 
     def close(self) -> None:
-        """Restores what metrics did before. A second call is a no-op."""
+        """Restores the default synchronization. A second call is a no-op."""
         if self in _open:
             _open.remove(self)
         if not _open:
             Metric.sync = _USUAL_SYNC  # type: ignore[method-assign]
 
 
-#: Those that are not closed; metrics use the last.
+#: Open objects; metrics use the last one.
 _open: list[MetricSync] = []
 
 
@@ -47,7 +47,7 @@ def _sync(
     should_sync: bool = True,
     distributed_available: Callable[..., Any] | None = None,
 ) -> None:
-    """Takes the place of ``Metric.sync``."""
+    """Replaces ``Metric.sync``."""
     is_asked = distributed_available in (None, jit_distributed_available)
     if should_sync and is_asked and metric.distributed_available_fn is jit_distributed_available:
         collectives = _open[-1].collectives()

@@ -1,6 +1,6 @@
-"""The life of Horovod in this process: when it begins and ends.
+"""Startup and shutdown of Horovod in this process.
 
-It stays initialised between stages and is shut down when the interpreter ends.
+Horovod stays initialized between stages and is shut down when the interpreter exits.
 """
 
 import atexit
@@ -28,33 +28,33 @@ from lightning_strategies_ext.horovod_build.installed import horovod_problem, wh
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
-#: The store of the last ranks that the process has joined, also after it has left them.
+#: Store of the last world that this process has joined; kept after a shutdown.
 _last_store: Store | None = None
 _rendezvous_numbers = count()
 _leaving = threading.Lock()
 
 
 def check_installed() -> None:
-    """Refuses to go on without a Horovod that works here.
+    """Checks that a usable Horovod is installed.
 
     Raises:
-        EngineNotInstalledError: If there is none; the message names the command that builds it.
+        EngineNotInstalledError: If none is; the message contains the command that builds Horovod.
     """
     if (problem := horovod_problem()) is not None:
         raise EngineNotInstalledError(f"`strategy='horovod_ext'`: {problem}")
 
 
 def start(launch: Launch, device: torch.device, process_set: Any = None) -> None:
-    """Joins the other ranks; returns when all have. Does nothing if this process has joined them already.
+    """Initializes Horovod; returns after all ranks have connected. Repeated calls with the same ranks are no-ops.
 
     Args:
-        launch: Which rank this is, of how many, and who has started them.
-        device: The device of this rank.
-        process_set: A process set of the user's that Horovod should know of.
+        launch: Rank of this process, numbers of ranks, and the launcher.
+        device: Device of this rank.
+        process_set: User's process set to register with Horovod, or None.
 
     Raises:
-        RuntimeError: If this process has joined other ranks before, or if Horovod was built without what the device
-            needs.
+        RuntimeError: If Horovod is already initialized with other ranks or without ``process_set``, or if it was built
+            without support for the device.
     """
     import horovod.torch as hvd
 
@@ -77,7 +77,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             hvd.init(process_sets=process_sets)
     rank_variables.record_owner()
     atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit)  # Horovod's own comes after it, and has nothing more to do
+    atexit.register(_leave_at_exit)  # runs before Horovod's exit handler, which is then a no-op
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
@@ -92,18 +92,18 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
 
 
 def set_defaults_for_cpus_over_mpi() -> None:
-    """Sets, where the user has not, what makes Horovod over MPI fast on CPUs; for a process that has not joined yet.
+    """Sets environment variables that make Horovod over MPI faster on CPUs, unless set; call it before ``hvd.init()``.
 
-    A rank's thread of Horovod's that waits in MPI would keep a core busy on which a training step could run: with Open
-    MPI it yields instead. And since looking for work costs little then, it looks every 0.1 ms and not every 1 ms.
-    ``python -m benchmarks.horovod`` shows what this gains.
+    By default, Horovod's background thread occupies a core while it waits in MPI; with ``mpi_yield_when_idle``, Open
+    MPI yields the core. Polling is then cheap, so the cycle time is 0.1 ms instead of 1 ms. ``python -m
+    benchmarks.horovod`` measures the gain.
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
 
 
 def make_store() -> Store:
-    """Makes a key-value store that all ranks share; called by all of them together."""
+    """Creates a key-value store that all ranks share. Collective: all ranks call it."""
     import horovod.torch as hvd
 
     if hvd.local_size() == hvd.size() and host_store.is_available():
@@ -120,21 +120,21 @@ def make_store() -> Store:
 
 
 def _own_address() -> str:
-    """Where other hosts reach this one: on the network interface that Horovod's gloo uses, if it is told one."""
+    """Returns the address of this host for other hosts, on Horovod's network interface for gloo if one is set."""
     addresses = psutil.net_if_addrs().get(os.environ.get("HOROVOD_GLOO_IFACE", ""), [])
     found = [address.address for address in addresses if address.family == socket.AF_INET]
     return found[0] if found else socket.gethostbyname(socket.gethostname())
 
 
 def has_others() -> bool:
-    """Whether this process has joined other ranks."""
+    """Returns whether this process is connected to other ranks."""
     import horovod.torch as hvd
 
     return bool(hvd.is_initialized() and hvd.size() > 1)
 
 
 def store() -> Store:
-    """The key-value store of the ranks that this process has joined; the first call is made by all of them together."""
+    """Returns the key-value store of the current ranks. The first call is collective: all ranks make it."""
     global _store, _last_store
     if _store is None:
         _store = _last_store = make_store()
@@ -142,9 +142,12 @@ def store() -> Store:
 
 
 def let_go(peers: Sequence[Peer]) -> None:
-    """Lets the collective fail that this rank is in; all ranks take part in that, by a thread of Horovod's.
+    """Aborts the pending collectives of this rank by a shutdown, in which Horovod's threads of all ranks participate.
 
-    One that is stopped cannot, and the others would wait for it: it is killed.
+    A stopped process cannot participate, and the other ranks would wait for it; stopped peers of this host are killed.
+
+    Args:
+        peers: Processes of the other ranks.
     """
     here = host_identity()
     for peer in peers:
@@ -157,17 +160,17 @@ def let_go(peers: Sequence[Peer]) -> None:
 
 
 def _leave_at_exit() -> None:
-    # The watch first: it sets a clock where ranks have failed, since Horovod waits half a minute for a lost host.
+    # The failure monitor first: after a failure it sets a time limit, as Horovod waits half a minute for a lost host.
     if (own := failure_monitor.current_monitor()) is not None:
         own.run_exit_handler()
     shut_down()
 
 
 def shut_down() -> None:
-    """Leaves the other ranks, which makes whatever they wait for fail.
+    """Shuts Horovod down, which makes pending collectives of the other ranks fail.
 
-    One thread after the other: of two that shut Horovod down at once, both wait for its own thread to end, and the
-    second for ever.
+    A lock serializes shutdowns: if two threads shut Horovod down at the same time, both wait for its background thread,
+    and the second waits indefinitely.
     """
     global _store
     import horovod.torch as hvd

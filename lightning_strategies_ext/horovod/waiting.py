@@ -1,33 +1,33 @@
-"""Waiting for what Horovod is doing, without keeping the core busy that it may need for that.
+"""Waiting for Horovod's operations without occupying a core.
 
-Horovod's own ``synchronize`` asks in a loop whether the work is done, and gives way to other threads in between, so
-that a rank that waits takes a whole core: from the other ranks of the host, from workers of data loaders, and from
-Horovod's own threads. Here a rank does so for a millisecond, and then sleeps between two looks.
+Horovod's ``synchronize`` polls and yields in a loop, so a waiting rank occupies a core, which the other ranks of the
+host, DataLoader workers, and Horovod's own threads could use. Here a rank polls in this way for one millisecond, and
+then sleeps between polls.
 """
 
 import os
 import time
 from typing import Any
 
-#: For so long a rank looks without sleeping, in seconds. Cores that fall asleep between the words of a short exchange
-#: took a tenth of a step to wake (h=1024 of ``benchmarks.horovod``, over MPI, on an idle virtual machine).
+#: Time for which a rank polls without sleeping, in seconds. Cores that became idle between the messages of a short
+#: exchange took a tenth of a step to wake (h=1024 of ``benchmarks.horovod``, over MPI, on an idle virtual machine).
 _AWAKE_S = 1e-3
-#: How long it then sleeps between two looks, in seconds, to which the kernel adds some 60 microseconds. Horovod itself
-#: looks for work once in a cycle of a millisecond, if it was not told otherwise.
+#: Minimum sleep between two polls, in seconds; the kernel adds about 60 microseconds. Horovod itself looks for work
+#: once per cycle, one millisecond by default.
 _PAUSE_S = 2e-5
-#: Who has waited for long sleeps longer, for this part of the time so far, and so many seconds at most.
+#: Sleep as a fraction of the time waited so far, and its maximum in seconds.
 _PART = 0.05
 _LONGEST_PAUSE_S = 5e-3
 
 
 def wait_for(handle: Any) -> Any:
-    """Waits for an operation.
+    """Waits for an asynchronous operation.
 
     Args:
-        handle: What began it has returned it.
+        handle: Handle that the call that started the operation has returned.
 
     Returns:
-        What Horovod's ``synchronize`` returns.
+        The result of Horovod's ``synchronize``.
 
     Raises:
         horovod.common.exceptions.HorovodInternalError: If the operation has failed.
@@ -43,7 +43,7 @@ def wait_for(handle: Any) -> Any:
             else:
                 time.sleep(min(max(_PAUSE_S, _PART * waited_s), _LONGEST_PAUSE_S))
         return hvd.synchronize(handle)
-    except ValueError as error:  # another thread has shut Horovod down, which cleared the handle
+    except ValueError as error:  # another thread has shut Horovod down, which cleared the handles
         from horovod.common.exceptions import HorovodInternalError
 
         raise HorovodInternalError(
