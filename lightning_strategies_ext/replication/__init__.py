@@ -1,1 +1,1 @@
-"""Single-process data parallelism: replicas of the module each run on a part of the batch."""
+"""Single-process data parallelism: replicas of the module, each of which processes a part of the batch."""

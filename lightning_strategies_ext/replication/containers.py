@@ -1,10 +1,11 @@
-"""Lists, dicts, sets and deques in a module's attributes: a copy for each replica, and what a step has put into them.
+"""Lists, dicts, sets, and deques in a module's attributes: a copy for each replica, and the merge after a step.
 
-Each replica changes its own copy. Then the module's own takes over what they have become, if that is what one step
-leaves that sees the whole batch: entries that replicas append to a list, in order; those that they add to a set; those
-that all set in a dict to the same value, or each under keys of its own. Anything else would be a guess: an error.
+Each replica changes its own copy. After the step, the changes are merged into the module's container, if the result
+equals that of one step with the whole batch: entries that replicas append to a list, in order; entries that they add to
+a set; dict entries that all replicas set to the same value, or that each replica sets under different keys. Any other
+change is an error.
 
-What it does not promise: to look into containers that are entries of one of more than 64, or into other objects.
+Limitations: Containers inside a container of more than 64 entries, or inside other objects, are not merged.
 """
 
 import copy
@@ -32,17 +33,17 @@ MAX_OPEN_LENGTH = 64
 
 
 class LostError(Exception):
-    """What replicas have made of something cannot be kept. Its text is what that is."""
+    """Raised if changes of replicas cannot be merged. The message names the changed object."""
 
 
 def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the keys and entries of a container that is looked into."""
+    """Yields the keys and entries of a container; nothing for a set, or for more than ``MAX_OPEN_LENGTH`` entries."""
     if len(container) <= MAX_OPEN_LENGTH and not isinstance(container, set):
         yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def copy_for_replica(value: Any, context: ReplicaContext) -> Any:
-    """Returns a replica's own copy of a container, with what stands for the metrics in it; or the value itself."""
+    """Returns a copy of a container for a replica, with proxies of metrics; other values are returned unchanged."""
     if is_metric(value):
         return ReplicaMetric(value, context)
     kind = type(value)
@@ -58,17 +59,17 @@ def copy_for_replica(value: Any, context: ReplicaContext) -> Any:
 
 
 def take_over(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
-    """Gives a container what the replicas' copies of it have become.
+    """Merges the changes of replicas into a container of the module.
 
     Args:
-        ours: The container.
-        theirs: The copies, in order.
-        place: What a user calls it.
-        sizes: How many samples each replica had.
-        device: Where tensors go.
+        ours: Container of the module.
+        theirs: Copies of the replicas, in order.
+        place: Path of the container in messages, such as ``self.outputs``.
+        sizes: Number of samples of each replica.
+        device: Device of tensors in the result.
 
     Raises:
-        LostError: If it would not be what one step leaves that sees the whole batch.
+        LostError: If the result would differ from the result of one step with the whole batch.
     """
     if isinstance(ours, tuple):
         _take_over_entries(ours, theirs, place, sizes, device)
@@ -95,7 +96,7 @@ def take_over(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int]
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two replicas have set the same."""
+    """Returns whether values that two replicas have set are equal."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -114,7 +115,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def warn_of_counted_samples(place: str, before: Any, after: Any, sizes: Sequence[int]) -> None:
-    """Warns if a number that all replicas have set to the same value looks like a count of each one's samples."""
+    """Warns if a number that all replicas have set to the same value looks like a count of their samples."""
     if type(after) is not int or len(set(sizes)) > 1 or len(sizes) < 2 or sizes[0] < 2:
         return
     counted = after - before if type(before) is int else after
@@ -129,7 +130,7 @@ def warn_of_counted_samples(place: str, before: Any, after: Any, sizes: Sequence
 def _take_over_entries(
     ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device
 ) -> None:
-    """Takes over the containers in a container."""
+    """Merges the containers inside a container."""
     for key, entry in list(entries_of(ours)):
         others = [_get(values, key) for values in theirs]
         if type(entry) in _CHANGEABLE and all(type(other) is type(entry) for other in others):
@@ -137,8 +138,8 @@ def _take_over_entries(
 
 
 def _take_over_keys(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
-    """Takes over what else has changed in a dict."""
-    if isinstance(ours, defaultdict) and ours.default_factory is list:  # which appended to a new list
+    """Merges the other changes in a dict."""
+    if isinstance(ours, defaultdict) and ours.default_factory is list:  # replicas may have appended to new lists
         for key in dict.fromkeys(key for values in theirs for key in values if key not in ours):
             ours[key] = []
             take_over(ours[key], [values.get(key, []) for values in theirs], f"{place}[{key!r}]", sizes, device)
@@ -184,6 +185,6 @@ def _is_unchanged(ours: Any, theirs: Any) -> bool:
 
 def _is_equal(one: Any, other: Any) -> bool:
     try:
-        return bool(one == other)  # quick: the same object counts as equal to itself
-    except (RuntimeError, ValueError):  # tensors or arrays that are not the same objects
+        return bool(one == other)  # fast: containers compare entries by identity first
+    except (RuntimeError, ValueError):  # different tensors or arrays
         return False

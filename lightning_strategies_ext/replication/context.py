@@ -1,7 +1,7 @@
-"""What a replica knows of its place among the others, and how it hands over what must happen once for the whole batch.
+"""Context of a replica during a step: its index, its device, and the actions that run once for the whole batch.
 
-A replica either waits for it (:meth:`ReplicaContext.meet`), or notes it down for later (:meth:`ReplicaContext.note`),
-which costs nothing and which not all replicas need to do.
+A replica either waits for the result of an action (:meth:`ReplicaContext.meet`), or defers the action
+(:meth:`ReplicaContext.note`). Deferring does not wait, and not all replicas need to do it.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_strategies_ext.replication.given_numbers import GivenNumbers
 from lightning_strategies_ext.replication.lockstep import Lockstep, Seat
 
-#: Carries out something for the whole batch, given what each replica has brought and how many samples each has.
+#: An action for the whole batch; its arguments are the payload and the number of samples of each replica.
 Act = Callable[[list[Any], list[int]], Any]
 
 
 @dataclass
 class Note:
-    """Something noted down by one replica."""
+    """An action that one replica has deferred."""
 
     key: Hashable
     act: Act
@@ -31,15 +31,15 @@ class Note:
 
 @dataclass
 class ReplicaContext:
-    """The place of one replica during one step.
+    """Context of one replica during one step.
 
     Attributes:
-        step: The step.
-        seat: Its thread's place.
-        device: Where it computes.
-        num_samples: How many samples its part of the batch has.
-        notes: What it has noted down.
-        calls: How often it has called what a user may call several times, by its id.
+        step: Step of all replicas.
+        seat: Participant of the lockstep that runs this replica.
+        device: Device of this replica.
+        num_samples: Number of samples in this replica's part of the batch.
+        notes: Actions that this replica has deferred.
+        calls: Number of this replica's calls of each metric, by the metric's id.
     """
 
     step: "Step"
@@ -51,20 +51,21 @@ class ReplicaContext:
 
     @property
     def index(self) -> int:
-        """Its number, from 0."""
+        """Index of this replica, from 0."""
         return self.seat.index
 
     def meet(
         self, name: str, act: Act, payload: Any = None, of_part: bool = False, touches_weights: bool = True
     ) -> Any:
-        """Waits for the other replicas, and returns what ``act`` returned on the main thread, on this device.
+        """Waits for the other replicas, runs ``act`` once on the main thread, and returns its result on this device.
 
         Args:
-            name: What is waited for, the same in all replicas.
-            act: What happens once.
-            payload: What this replica gives.
-            of_part: Whether ``act`` returns a tensor with a row per sample, of which this replica gets its samples'.
-            touches_weights: Whether ``act`` may change parameters, or whether they need gradients.
+            name: Name of the action in messages, equal in all replicas.
+            act: Action to run once.
+            payload: Argument of this replica for ``act``.
+            of_part: Whether ``act`` returns a tensor with a row per sample, of which this replica receives only the
+                rows of its samples.
+            touches_weights: Whether ``act`` may change parameters or their ``requires_grad``.
         """
         result = self.seat.meet(name, lambda payloads: self.step.carry_out(act, payloads, touches_weights), payload)
         if of_part:
@@ -72,10 +73,15 @@ class ReplicaContext:
         return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
 
     def note(self, key: Hashable, act: Act, payload: Any) -> None:
-        """Lets ``act`` be called once with what all replicas have noted under this key, before anything they meet for.
+        """Defers ``act``: it runs once with the payloads of all replicas that used this key, before the next action.
 
-        A key that is noted several times stands for as many calls. After the step, as in a hook of the backward pass,
-        ``act`` is called at once, for this replica.
+        If a replica uses a key several times, ``act`` runs as often. After the step, for example in a hook of the
+        backward pass, ``act`` runs immediately, for this replica only.
+
+        Args:
+            key: Identifier that matches the deferred actions of different replicas.
+            act: Action to run once.
+            payload: Argument of this replica for ``act``.
         """
         if self.step.is_over:
             act([payload], [self.num_samples])
@@ -88,15 +94,15 @@ class Step:
     """One step of a module's replicas.
 
     Attributes:
-        lockstep: The threads.
-        root_device: Where whatever happens once happens.
-        sizes: The number of samples of each replica.
-        numbers: What numbers given in earlier steps have told.
-        check: Raises if replicas have changed what they share.
-        refresh: Brings the replicas up to date with what has happened to the module in the meantime.
-        contexts: The replicas' places.
+        lockstep: Lockstep that runs the replicas.
+        root_device: Device of the module, on which actions for the whole batch run.
+        sizes: Number of samples of each replica.
+        numbers: Statistics of the numbers passed in earlier steps.
+        check: Raises if replicas have written to shared tensors.
+        refresh: Updates the replicas after a change of the module's parameters.
+        contexts: Contexts of the replicas.
         is_over: Whether all replicas have returned.
-        other_counts: Numbers that replicas have given as ``batch_size`` and that are not their numbers of samples.
+        other_counts: Values of ``batch_size`` that are not the replicas' numbers of samples, if any.
     """
 
     lockstep: Lockstep
@@ -110,7 +116,7 @@ class Step:
     other_counts: list[float] | None = None
 
     def carry_out(self, act: Act, payloads: list[Any], touches_weights: bool) -> Any:
-        """Does what replicas wait for, after what they have noted down."""
+        """Runs an action that replicas wait for, after their deferred actions."""
         self.settle_notes()
         if not touches_weights:
             return act(payloads, self.sizes)
@@ -121,7 +127,7 @@ class Step:
             self.refresh()
 
     def settle_notes(self) -> None:
-        """Carries out what replicas have noted down, in the order of the first that did."""
+        """Runs the deferred actions, in the order of the first replica that deferred each."""
         matched: dict[tuple[Hashable, int], list[Note]] = {}
         for context in self.contexts:
             seen: Counter[Hashable] = Counter()
@@ -133,34 +139,34 @@ class Step:
             same[0].act([note.payload for note in same], [note.num_samples for note in same])
 
     def are_of_batch(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
-        """Whether weights are how much the batch counts. See :meth:`.GivenNumbers.are_of_batch`."""
+        """Returns whether weights belong to the whole batch, see :meth:`.GivenNumbers.are_of_batch`."""
         return not self.is_over and self.numbers.are_of_batch(key, name, weights, sizes, self.sizes)
 
     def warn_if_added_repeatedly(self, key: Hashable, name: str, values: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Warns if values that are added up are one number. See :meth:`.GivenNumbers.warn_if_added_repeatedly`."""
-        if self.is_over or self.numbers.is_settled(key):  # without asking GPUs for values
+        """Warns if replicas sum equal values, see :meth:`.GivenNumbers.warn_if_added_repeatedly`."""
+        if self.is_over or self.numbers.is_settled(key):  # avoids a synchronization with GPUs
             return
         if all(isinstance(value, (int, float)) or _is_one_element(value) for value in values):
             are_computed = any(isinstance(value, torch.Tensor) for value in values)
             self.numbers.warn_if_added_repeatedly(key, name, [float(value) for value in values], sizes, are_computed)
 
     def warn_of_loss(self, denominators: Sequence[Any]) -> None:
-        """Warns if losses may be means over the numbers that replicas have given, and nothing is known of the losses.
+        """Warns if a loss of unknown denominator may be a mean over ``other_counts``.
 
         Args:
-            denominators: For each loss, what :func:`.denominator_of` returned.
+            denominators: Result of :func:`.denominator_of` for each loss.
         """
         if self.other_counts is not None and any(denominator is None for denominator in denominators):
             self.numbers.warn_of_loss(self.other_counts, self.sizes)
 
     def end(self) -> None:
-        """Carries out what is left after all replicas have returned."""
+        """Runs the remaining deferred actions, after all replicas have returned."""
         self.check()
         self.settle_notes()
         self.is_over = True
 
     def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs a function on each replica's thread while it waits, from within what it waits for."""
+        """Runs a function on each replica's thread, from within an action that the replicas wait for."""
         self.refresh()
         results = self.lockstep.run_inside(functions)
         self.check()

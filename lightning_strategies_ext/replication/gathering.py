@@ -1,12 +1,12 @@
-"""What the replicas' steps returned for their parts of a batch, joined to what one step returns for the whole of it.
+"""Merging of results: outputs of replicas for their parts of a batch become the output for the whole batch.
 
-Tensors and arrays are joined along their first dimension and floating-point numbers averaged over the samples. Whole
-numbers stay apart, one entry per replica, since nothing tells whether they are to be added. See ``gather``.
+Tensors and arrays are concatenated along their first dimension, and floating-point numbers are averaged over the
+samples. Integers become one entry per replica, because nothing indicates whether to add them. See ``gather``.
 
-What it does not promise: that a number which is not a mean over the samples (a sum, a maximum) becomes that of the
-whole batch, except where autograd has recorded it (``denominator_of``), padding, to move tensors inside objects that
-are not collections, or to tell a list of values for the whole batch from a list with one entry per sample where both
-fit.
+Limitations: A floating-point number that is not a mean over the samples (a sum, a maximum) is averaged like a mean,
+unless autograd has recorded the reduction (``denominator_of``). Tensors are not padded. Tensors inside objects that are
+not collections are not moved. A list of values for the whole batch cannot be distinguished from a list with one entry
+per sample if both fit.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 from lightning_strategies_ext.replication.splitting import is_array
 
-#: What :func:`denominator_of` returns for a sum.
+#: Result of :func:`denominator_of` for a sum.
 SUM = "sum"
-#: The reductions of torch's losses, by the number that autograd saves.
+#: Reductions of torch's losses, by the number that autograd saves.
 _REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
 FLAGS = (bool, np.bool_)
 FRACTIONS = (float, complex, np.inexact)
@@ -33,20 +33,19 @@ NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
 def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
-    Floating-point numbers, also as 0-dim tensors, become the result of ``value_of_batch``; whole numbers and bools a
-    tensor with one entry per replica, except that equal bools stay a bool. Other tensors and arrays are concatenated.
-    Tuples, mappings and dataclasses are gathered part by part, and so are lists of values for the whole of a replica's
-    samples. Lists with one entry per sample are concatenated. Of other objects the first is returned if all are equal,
-    else a list of them.
+    Floating-point numbers, also as 0-dim tensors, become the result of ``value_of_batch``. Integers and bools become a
+    tensor with one entry per replica, but equal bools stay a bool. Other tensors and arrays are concatenated. Tuples,
+    mappings, dataclasses, and lists of values for all samples of a replica are gathered part by part. Lists with one
+    entry per sample are concatenated. For other objects, the result is the first if all are equal, else a list of them.
 
     Args:
-        values: What each replica returned.
-        sizes: How many samples each replica got.
-        device: Where the tensors of the result are.
-        name: What error messages call the value.
+        values: Value of each replica.
+        sizes: Number of samples of each replica.
+        device: Device of tensors in the result.
+        name: Name of the value in error messages.
 
     Raises:
-        ValueError: If the values differ in type or structure, or tensors in another dimension than the first.
+        ValueError: If the values differ in type or structure, or shapes differ in more than the first dimension.
     """
     first = values[0]
     if any(value is None for value in values):
@@ -75,17 +74,17 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
 
 
 def denominator_of(value: Any) -> Any:
-    """Returns the divisor of a mean, as autograd has saved it with the last operation; :data:`SUM` for a sum.
+    """Returns the denominator of a mean, which autograd has saved with the last operation; :data:`SUM` for a sum.
 
-    It is the number of elements or, with class weights or ignored entries, the sum of their weights.
+    The denominator is the number of elements or, with class weights or ignored entries, the sum of their weights.
 
     Args:
-        value: A tensor of one element, such as a loss, or anything else.
+        value: Tensor of one element, such as a loss, or any other object.
 
     Returns:
-        A number or a tensor, :data:`SUM`, or None if the last operation was not one of torch's losses, ``x.mean()``, or
-        ``x.sum() / count``, or if a backward pass has run. A plain ``x.sum()`` is None: it may be one over several
-        losses, each of which is a mean.
+        A number, a tensor, or :data:`SUM`. None if the last operation was not one of torch's losses, ``x.mean()``, or
+        ``x.sum() / count``, or if a backward pass has run. None also for a plain ``x.sum()``, which may add up several
+        losses that are means.
     """
     node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
     if node is None:
@@ -104,24 +103,24 @@ def denominator_of(value: Any) -> Any:
         if hasattr(node, "_saved_total_weight"):
             return node._saved_total_weight
         return node._saved_self.numel() if hasattr(node, "_saved_self") else None
-    except RuntimeError:  # a backward pass has freed what was saved
+    except RuntimeError:  # a backward pass has freed the saved values
         return None
 
 
 def value_of_batch(
     values: Sequence[torch.Tensor | float], denominators: Sequence[Any], sizes: Sequence[int], device: torch.device
 ) -> torch.Tensor | float:
-    """Returns the value for the whole batch of what replicas have computed from their parts.
+    """Returns the value for the whole batch from the replicas' values for their parts.
 
-    Sums add up, and means count by what they were divided by: a mean over tokens by its tokens. A mean over as many
-    elements in parts of different sizes is one of other things than samples, as of several losses, and values of
-    which nothing is known are taken for means over samples: both count by the samples.
+    Sums are added. Means are weighted by their denominators, for example a mean over tokens by its number of tokens.
+    Means with equal denominators (for example a mean of several losses) and values of unknown denominator are weighted
+    by the number of samples.
 
     Args:
-        values: See :func:`weighted_mean`.
-        denominators: For each value, what :func:`denominator_of` returned.
-        sizes: See :func:`weighted_mean`.
-        device: See :func:`weighted_mean`.
+        values: Numbers or tensors, see :func:`weighted_mean`.
+        denominators: Result of :func:`denominator_of` for each value.
+        sizes: Number of samples of each replica.
+        device: Device of the result.
     """
     kinds = set(map(type, denominators))
     if kinds <= {int, float}:
@@ -133,7 +132,7 @@ def value_of_batch(
         return tensors.sum()
     dtype = torch.promote_types(tensors.dtype, torch.float32)
     weights = torch.stack([denominator.to(device, dtype) for denominator in denominators])
-    # A mean over nothing is NaN, and counts for nothing. Nothing here waits for a GPU.
+    # A mean over no elements is NaN and gets weight 0. No operation here synchronizes with a GPU.
     total = (torch.where(weights > 0, tensors, 0) * weights).sum() / weights.sum()
     return total.to(tensors.dtype)
 
@@ -141,19 +140,19 @@ def value_of_batch(
 def weighted_mean(
     values: Sequence[torch.Tensor | float], sizes: Sequence[int], device: torch.device
 ) -> torch.Tensor | float:
-    """Returns the mean over all samples of values that are each a mean over one replica's samples.
+    """Returns the mean over all samples, from the means of the replicas' samples.
 
-    It is differentiable. The dtype of floating-point tensors is kept, and numbers that are all equal, or tensors that
-    are all the same object, stay exactly that.
+    The result is differentiable and keeps the dtype of floating-point tensors. Equal numbers, or tensors that are the
+    same object, are returned without rounding errors.
 
     Args:
-        values: Numbers, tensors of one shape, or some of each, which gives a tensor.
-        sizes: How many samples each value stands for. If there are none at all, each value counts the same.
-        device: Where the result is, if it is a tensor.
+        values: Numbers, tensors of one shape, or both, which results in a tensor.
+        sizes: Number of samples of each value. If all are 0, the values have equal weights.
+        device: Device of the result, if it is a tensor.
     """
     counts = sizes if any(sizes) else [1] * len(sizes)
     total = sum(counts)
-    # A mean over no samples is left out, not given the weight 0: it is NaN, which times 0 is NaN.
+    # Means over no samples are left out, because they are NaN, and NaN times the weight 0 is NaN.
     terms = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     first = terms[0][0]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -169,7 +168,7 @@ def weighted_mean(
         dtype = torch.promote_types(dtype, tensor.dtype)
     if not dtype.is_floating_point and not dtype.is_complex:
         dtype = torch.get_default_dtype()
-    wide = torch.promote_types(dtype, torch.float32)  # 16 bits would lose some in each addition
+    wide = torch.promote_types(dtype, torch.float32)  # 16-bit additions would accumulate rounding errors
     summed = torch.as_tensor(first, device=device, dtype=wide) * (terms[0][1] / total)
     for value, count in terms[1:]:
         summed = summed.add(torch.as_tensor(value, device=device, dtype=wide), alpha=count / total)
@@ -177,7 +176,11 @@ def weighted_mean(
 
 
 def gather_none(values: Sequence[Any], name: str) -> None:
-    """Checks that all values are None, if one is."""
+    """Checks that all values are None.
+
+    Raises:
+        ValueError: If only some values are None.
+    """
     is_none = [value is None for value in values]
     if not all(is_none):
         raise ValueError(
@@ -188,7 +191,7 @@ def gather_none(values: Sequence[Any], name: str) -> None:
 
 
 def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
-    """Gathers tensors, or 0-dim tensors and numbers: a replica with nothing to compute a loss from may return 0.0."""
+    """Gathers tensors, or 0-dim tensors and numbers: a replica may return 0.0 if it has no data for a loss."""
     if not all(isinstance(value, (torch.Tensor, *NUMBERS)) for value in values):
         check_types(values, name)
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in values):
@@ -204,7 +207,7 @@ def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.de
 
 
 def gather_arrays(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
-    """Gathers values of which some are arrays. Those of no dimension are the numbers in them."""
+    """Gathers values of which some are arrays. Arrays without dimensions are treated as numbers."""
     if not all(isinstance(value, np.ndarray) for value in values):
         check_types(values, name)
     shapes = [value.shape for value in values]
@@ -213,16 +216,16 @@ def gather_arrays(values: Sequence[Any], sizes: Sequence[int], device: torch.dev
     check_shapes(shapes, name)
     if len(values) == 1:
         return values[0]
-    # numpy's own function drops the masks of masked arrays.
+    # `np.concatenate` drops the masks of masked arrays.
     is_masked = any(isinstance(value, np.ma.MaskedArray) for value in values)
     return np.ma.concatenate(values) if is_masked else np.concatenate(values)  # type: ignore[no-untyped-call]
 
 
 def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
-    """Gathers what each of several collections of one type holds at the same place."""
+    """Gathers collections of one type part by part."""
     first = values[0]
     labels = labels_of(first)
-    if isinstance(first, MAPPINGS):  # whose order may differ
+    if isinstance(first, MAPPINGS):  # the order of keys may differ
         check_labels(labels, [labels_of(value) for value in values], name, "the keys", any_order=True)
         columns = [[value[key] for value in values] for key in first]
     else:
@@ -233,7 +236,7 @@ def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.devi
 
 
 def has_entry_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Whether lists are to be concatenated, not gathered part by part."""
+    """Returns whether lists have one entry per sample, and are concatenated instead of gathered part by part."""
     lengths = list(map(len, lists))
     if len(set(lengths)) > 1:
         return True
@@ -241,7 +244,7 @@ def has_entry_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bo
 
 
 def are_for_all_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Whether each entry of the lists is a value for all of a replica's samples, as in ``[predictions, loss]``."""
+    """Returns whether each entry of the lists is a value for all samples of a replica: ``[predictions, loss]``."""
     has_rows = False
     for column in zip(*lists, strict=True):
         answers = [is_for_all_samples(value, size) for value, size in zip(column, sizes, strict=True)]
@@ -252,7 +255,7 @@ def are_for_all_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> boo
 
 
 def is_for_all_samples(value: Any, size: int) -> bool | None:
-    """Whether a value has a row for each of a replica's samples. None if it may or may not be for all samples."""
+    """Returns whether a value has a row for each sample of a replica; None if this is unknown."""
     if is_array(value):
         return value.shape[0] == size if value.ndim else None
     if value is None or isinstance(value, (*NUMBERS, str, bytes)):
@@ -266,7 +269,7 @@ def is_for_all_samples(value: Any, size: int) -> bool | None:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns the value with the tensors in it on the device: the value itself if they all are there already."""
+    """Returns the value with its tensors on the device; the value itself if they all are on the device."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return value.to(device)  # type: ignore[arg-type]
     if not is_collection(value):
@@ -277,27 +280,27 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether both are the same object or compare as equal, by an answer that is plainly True."""
+    """Returns whether both are the same object, or ``value == other`` is True."""
     try:
         return value is other or (value == other) is True
-    except Exception:  # a comparison is the user's code, and may refuse
+    except Exception:  # user-defined comparisons may raise
         return False
 
 
 def is_fraction(value: Any) -> bool:
-    """Whether a number or tensor is of floating-point or complex numbers."""
+    """Returns whether a number or tensor is floating-point or complex."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return isinstance(value, FRACTIONS)
 
 
 def as_python(number: Any) -> Any:
-    """Returns a number of numpy's as one of Python's."""
+    """Converts a NumPy number to a Python number."""
     return number.item() if isinstance(number, np.generic) else number
 
 
 def check_types(values: Sequence[Any], name: str) -> None:
-    """Raises if the values are not all of one type."""
+    """Raises ValueError if the values have different types."""
     kinds = [type(value).__name__ for value in values]
     for i, value in enumerate(values):
         if identity_of(type(value)) != identity_of(type(values[0])):
@@ -309,7 +312,7 @@ def check_types(values: Sequence[Any], name: str) -> None:
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], name: str) -> None:
-    """Raises if shapes differ in more than the first dimension."""
+    """Raises ValueError if shapes differ in more than the first dimension."""
     for i, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:] or len(shape) != len(shapes[0]):
             raise ValueError(
@@ -322,7 +325,7 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], name: str) -> None:
 def check_labels(
     labels: list[str], of_replicas: list[list[str]], name: str, what: str, any_order: bool = False
 ) -> None:
-    """Raises if the replicas' collections do not hold values at the same places."""
+    """Raises ValueError if the replicas' collections have different keys or parts."""
     for i, others in enumerate(of_replicas):
         if (sorted(others) != sorted(labels)) if any_order else (others != labels):
             raise ValueError(

@@ -1,12 +1,12 @@
-"""What replicas say by the numbers that they give: how much their parts of the batch count, or how much the batch does.
+"""Distinguishes weights of parts of the batch from weights of the whole batch, in the numbers that replicas pass.
 
-``batch_size=len(x)`` and ``batch_size=32`` are both numbers, and while parts have one size they come to the same: each
-replica's number counts, so a batch counts the constant times the number of replicas, and means over batches ask only
-for ratios. They come apart where sizes do: a constant is then the same for parts that differ, and for a batch that has
-fewer parts. What a place in a step has given so far tells which it is.
+A user may pass ``batch_size=len(x)`` or ``batch_size=32``. While all parts have the same size, the difference is
+irrelevant: the weight of a batch is the sum of the replicas' numbers, and means over batches depend only on ratios of
+weights. The difference matters if sizes differ: a constant is equal for parts of different sizes, and for a batch with
+fewer parts. The numbers passed so far at a call site of a step show which case applies.
 
-What it does not promise: to know before something has told. Where a number may be either and it matters, or where an
-answer turns out to have been wrong, it warns.
+Limitations: The case is unknown until the numbers show it. A warning is logged if a number is ambiguous and the case
+matters, or if an earlier decision was wrong.
 """
 
 import math
@@ -18,19 +18,19 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 @dataclass
 class Place:
-    """What is known of the numbers that steps have given at one place.
+    """Statistics of the numbers that steps have passed at one call site.
 
     Attributes:
-        number: The first.
-        size: The number of samples that it was given for.
-        batch_size: The number of samples of the whole batch.
-        is_constant: Whether all have been the same.
-        is_in_proportion: Whether all have been in proportion to the number of samples.
-        is_in_proportion_to_batch: Whether all have been in proportion to the number of samples of the whole batch.
-        has_differed: Whether those of one batch have been different.
-        has_been_equal: Whether those of one batch have been equal for parts of different sizes.
-        answer: What was last made of numbers for which it mattered; None before.
-        has_warned: Whether there has been a warning.
+        number: First number.
+        size: Number of samples in the part of the first number.
+        batch_size: Number of samples in the whole batch of the first number.
+        is_constant: Whether all numbers have been equal.
+        is_in_proportion: Whether all numbers have been proportional to the number of samples of the part.
+        is_in_proportion_to_batch: Whether all numbers have been proportional to the number of samples of the batch.
+        has_differed: Whether the numbers of one batch have differed.
+        has_been_equal: Whether the numbers of one batch have been equal for parts of different sizes.
+        answer: Last decision that mattered: whether the numbers belong to the whole batch; None before.
+        has_warned: Whether a warning has been logged.
     """
 
     number: float
@@ -45,7 +45,7 @@ class Place:
     has_warned: bool = False
 
     def look(self, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> None:
-        """Takes in what replicas have given for a batch."""
+        """Updates the statistics with the replicas' numbers for a batch."""
         for number, size in zip(numbers, sizes, strict=True):
             self.is_constant &= number == self.number
             self.is_in_proportion &= math.isclose(number * self.size, self.number * size, rel_tol=1e-5)
@@ -57,17 +57,17 @@ class Place:
         self.has_been_equal |= is_equal and len(set(sizes)) > 1
 
     def warn(self, text: str) -> None:
-        """Warns, once."""
+        """Logs a warning, at most once."""
         if not self.has_warned:
             self.has_warned = True
             rank_zero_warn(text)
 
 
 class GivenNumbers:
-    """Tells numbers that are of parts of the batch from numbers that are of the whole of it.
+    """Distinguishes numbers of parts of the batch from numbers of the whole batch.
 
     Args:
-        num_replicas: How many there are, if the batch is large enough.
+        num_replicas: Number of replicas; batches with fewer samples use fewer.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -78,14 +78,14 @@ class GivenNumbers:
     def are_of_batch(
         self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int], all_sizes: Sequence[int]
     ) -> bool:
-        """Whether weights are how much the batch counts, and not how much each part does.
+        """Returns whether weights belong to the whole batch, not to its parts.
 
         Args:
-            key: The place in the step.
-            name: What a user calls it.
-            weights: What replicas have given.
-            sizes: How many samples each of these has.
-            all_sizes: The same for all replicas, if some have given nothing.
+            key: Identifier of the call site.
+            name: Name of the call site in messages.
+            weights: Weights that replicas have passed.
+            sizes: Number of samples of each of these replicas.
+            all_sizes: Number of samples of each replica, including replicas that have passed no weight.
         """
         place = self._looked_at(key, weights, sizes, sum(all_sizes))
         is_equal, is_small = len(set(weights)) == 1, len(all_sizes) < self.num_replicas
@@ -113,21 +113,21 @@ class GivenNumbers:
         return answer
 
     def is_settled(self, key: Hashable) -> bool:
-        """Whether numbers that are added up at this place need not be looked at again."""
+        """Returns whether sums at this call site need no further checks."""
         place = self._places.get(key)
         return place is not None and (place.has_differed or place.has_warned)
 
     def warn_if_added_repeatedly(
         self, key: Hashable, name: str, numbers: Sequence[float], sizes: Sequence[int], are_computed: bool
     ) -> None:
-        """Warns if replicas have given the same number to be added up, and it is no count of their samples.
+        """Warns if replicas have passed equal numbers to a sum that are not counts of their samples.
 
         Args:
-            key: The place in the step.
-            name: What a user calls it.
-            numbers: What replicas have given.
-            sizes: How many samples each has.
-            are_computed: Whether they look like the results of a computation, which can be equal by chance.
+            key: Identifier of the call site.
+            name: Name of the call site in messages.
+            numbers: Numbers that replicas have passed.
+            sizes: Number of samples of each replica.
+            are_computed: Whether the numbers are results of a computation, which can be equal by chance.
         """
         place = self._looked_at(key, numbers, sizes, sum(sizes))
         if len(sizes) < 2 or place.has_differed or not numbers[0]:
@@ -141,11 +141,11 @@ class GivenNumbers:
             )
 
     def warn_of_loss(self, counts: Sequence[float], sizes: Sequence[int]) -> None:
-        """Warns, once, that losses of replicas count by their samples, although a step has given other numbers.
+        """Warns, at most once, that losses are weighted by samples, although a step has passed other numbers.
 
         Args:
-            counts: The numbers.
-            sizes: How many samples each replica has.
+            counts: Numbers that replicas have passed.
+            sizes: Number of samples of each replica.
         """
         if not self._has_warned_of_loss:
             self._has_warned_of_loss = True

@@ -1,4 +1,4 @@
-"""A replica of a LightningModule: what it logs, and what it does to optimizers, happens once for the whole batch."""
+"""Replica of a LightningModule, whose logging and optimizer calls run once for the whole batch."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 
 def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
-    """Replaces the methods of a replica that reach beyond it.
+    """Replaces the methods of a replica that affect shared state.
 
     Args:
-        replica: A copy of a LightningModule.
+        replica: Copy of a LightningModule.
         original: The LightningModule.
-        context: The replica's.
+        context: Context of the replica.
     """
     root_device = context.step.root_device
 
@@ -115,24 +115,24 @@ def reduced(
     reduce_fx: Any,
     device: torch.device,
 ) -> Any:
-    """Returns what replicas have logged under one name as one value.
+    """Reduces the values that replicas have logged under one name to one value.
 
     Args:
-        name: The name.
-        values: Numbers, tensors of one element, or one metric many times.
-        denominators: For each value, what :func:`.denominator_of` returned.
-        weights: For each value, the number of samples that it stands for.
-        reduce_fx: What ``self.log`` was given: how values are reduced over batches is how they are over replicas.
-        device: Where the result will be.
+        name: Name of the logged value.
+        values: Numbers, tensors of one element, or the same metric from each replica.
+        denominators: Result of :func:`.denominator_of` for each value.
+        weights: Number of samples of each value.
+        reduce_fx: Argument of ``self.log``; its reduction over batches is also used over replicas.
+        device: Device of the result.
 
     Raises:
-        ValueError: If the mean is asked for of different whole numbers.
+        ValueError: If ``reduce_fx`` is a mean and the values are different integers.
     """
     numbers = (int, float, bool)
     if not all(isinstance(v, numbers) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
-        return values[0]  # a metric; anything else, Lightning has an error for
+        return values[0]  # a metric; Lightning raises an error for other types
     how = _name_of(reduce_fx)
-    # Equal whole numbers are often one object, and each may be a count of its part.
+    # Equal integers are often the same object, and each may be a count of its part.
     if all(value is values[0] for value in values) and not (how == "sum" and isinstance(values[0], numbers)):
         return values[0]
     tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]
@@ -153,12 +153,12 @@ def reduced(
 
 
 class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands in a replica for what all replicas share.
+    """Proxy in a replica of an object that all replicas share.
 
     Args:
-        shared: The object.
-        name: What errors call it.
-        context: The replica's.
+        shared: Shared object.
+        name: Name of the object in messages.
+        context: Context of the replica.
     """
 
     def __init__(self, shared: Any, name: str, context: ReplicaContext) -> None:
@@ -168,10 +168,10 @@ class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 class ReplicaOptimizer(_StandIn):
-    """Stands for an optimizer in a replica: steps, and zeroes gradients, once for all."""
+    """Proxy of an optimizer in a replica, which steps and zeroes gradients once for all replicas."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps once all replicas want to; a closure runs in each, and its loss is that of the whole batch."""
+        """Steps once, after all replicas have called it. A closure runs in each, and returns the loss of the batch."""
         optimizer, context = self.__wrapped__, self._self_context
 
         def act(closures: list[Any], sizes: list[int]) -> Any:
@@ -189,7 +189,7 @@ class ReplicaOptimizer(_StandIn):
         return context.meet(f"the step of {self._self_name}", act, closure)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zeroes the gradients once all replicas want to."""
+        """Zeroes the gradients once, after all replicas have called it."""
         optimizer = self.__wrapped__
         self._self_context.meet(
             f"zeroing gradients of {self._self_name}", lambda payloads, sizes: optimizer.zero_grad(*args, **kwargs)
@@ -197,7 +197,7 @@ class ReplicaOptimizer(_StandIn):
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
-        """Lets only this optimizer's parameters need gradients inside it."""
+        """Restricts gradients to the parameters of this optimizer inside the context."""
         meet, optimizer = self._self_context.meet, self.__wrapped__
         entered: list[Any] = []
 
@@ -212,10 +212,10 @@ class ReplicaOptimizer(_StandIn):
 
 
 class ReplicaScheduler(_StandIn):
-    """Stands for a learning rate scheduler in a replica: steps once for all."""
+    """Proxy of a learning rate scheduler in a replica, which steps once for all replicas."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps once all replicas want to; a metric that it is given is that of the whole batch."""
+        """Steps once, after all replicas have called it. A metric argument is averaged over the whole batch."""
         scheduler, context = self.__wrapped__, self._self_context
 
         def act(payloads: list[tuple[tuple[Any, ...], dict[str, Any]]], sizes: list[int]) -> Any:

@@ -1,15 +1,16 @@
-"""Functions that run in lockstep and meet: what must happen once for all of them happens once, on the caller's thread.
+"""Runs functions in lockstep. The functions synchronize for actions that run once, on the caller's thread.
 
-A function meets the others by :meth:`Seat.meet`. Once all have come, with the same request, the caller's thread carries
-it out with what each has brought, and all go on with its result. This is what a collective is among processes, with a
-difference: where the functions do not ask for the same, there is an error and not a wait.
+A function synchronizes with the other functions in :meth:`Seat.meet`. After all functions have called it with the same
+request, the caller's thread runs the action with the payloads of all functions, and all functions receive the result.
+This resembles a collective of processes, but different requests raise an error instead of a deadlock.
 
-The first function runs on the caller's thread, the others on threads of their own. They take turns, or run at once.
-With turns, each runs until it meets the others or returns, then the next: what they do, and what they draw from the
-process's one random generator, is the same in each run. Functions that take turns and never meet all run on the
-caller's thread: each thread that computes on the CPU has a team of OpenMP threads, and teams get in each other's way.
+The first function runs on the caller's thread, the others run on their own threads, sequentially or concurrently. In
+sequential mode, each function runs until it synchronizes or returns, and then the next function runs. The order of
+operations, and of draws from the process's random generator, is therefore deterministic. Sequential functions that
+never synchronize all run on the caller's thread, because each thread that computes on the CPU has its own OpenMP
+threads, which compete for cores.
 
-What it does not promise: to interrupt a function that computes on a thread. It is waited for, also after Ctrl-C.
+Limitations: A function that runs on a thread cannot be interrupted. The caller waits for it, also after Ctrl-C.
 """
 
 import threading
@@ -25,33 +26,33 @@ _END_S = 1.0
 
 @dataclass
 class Call:
-    """To a thread: run this."""
+    """Message to a thread: a function to run."""
 
     function: Callable[[], Any]
 
 
 @dataclass
 class Returned:
-    """From a thread: the function returned. To a thread that waits in :meth:`Seat.meet`: the result."""
+    """Message from a thread: its function returned. Message to a thread that waits in :meth:`Seat.meet`: the result."""
 
     value: Any
 
 
 @dataclass
 class Raised:
-    """The same for an exception."""
+    """Message from or to a thread: an exception in place of a return value or a result."""
 
     exception: BaseException
 
 
 @dataclass
 class Request:
-    """From a thread: it waits for the others.
+    """Message from a thread: its function waits for an action.
 
     Attributes:
-        name: What it asks for; the same from all.
-        act: Carries it out, given what each has brought, in order of seats.
-        payload: What this one has brought.
+        name: Name of the action, equal in all functions.
+        act: Action; its argument is the list of payloads of all functions, in order of index.
+        payload: Payload of this function.
     """
 
     name: str
@@ -60,19 +61,19 @@ class Request:
 
 
 class Close:
-    """To a thread: end."""
+    """Message to a thread: exit."""
 
 
 class AbortedError(BaseException):
-    """Unwinds a function whose fellow has failed. Not an ``Exception``: no user code should catch it."""
+    """Unwinds a function after another has failed. Not an ``Exception``, so that user code does not catch it."""
 
 
 class Seat:
-    """The place of one function.
+    """Participant in a lockstep: the thread and the state of one function.
 
     Args:
-        lockstep: What it belongs to.
-        index: Its number.
+        lockstep: Lockstep of the function.
+        index: Index of the function.
     """
 
     def __init__(self, lockstep: "Lockstep", index: int) -> None:
@@ -85,11 +86,16 @@ class Seat:
         self._outbox: SimpleQueue[Any] = SimpleQueue()
 
     def meet(self, name: str, act: Callable[[list[Any]], Any], payload: Any = None) -> Any:
-        """Waits for the others and returns what ``act`` returned. Called by the function, on its thread.
+        """Waits for the other functions, and returns the result of ``act``. The function calls it, on its thread.
+
+        Args:
+            name: Name of the action, equal in all functions.
+            act: Action; its argument is the list of payloads of all functions, in order of index.
+            payload: Payload of this function.
 
         Raises:
-            RuntimeError: If another thread calls it, or the function has returned: nobody would come.
-            Exception: What ``act`` raised.
+            RuntimeError: If another thread calls it, or the function has returned.
+            Exception: If ``act`` raised it.
         """
         if self._lockstep.is_run_by_caller(self.index):
             return self._lockstep.lead(Request(name, act, payload), self.index)
@@ -104,7 +110,7 @@ class Seat:
             self._report(Request(name, act, payload))
             while isinstance(message := self._inbox.get(), Call):
                 outcome = _outcome(message.function)
-                self.is_meeting = True  # again: the function may have met the others itself
+                self.is_meeting = True  # again: the function may have synchronized, too
                 self._report(outcome)
         finally:
             self.is_meeting = False
@@ -113,20 +119,20 @@ class Seat:
         return message.value
 
     def resume(self, message: Any) -> None:
-        """Lets the thread go on."""
+        """Sends a message to the thread, which resumes it."""
         self.is_running = True
         self._inbox.put(message)
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits until the function returns, raises or waits for the others."""
+        """Waits until the function returns, raises, or requests an action."""
         return self._outbox.get(timeout=timeout_s)
 
     def serve(self) -> None:
-        """Runs functions until told to end. The thread's main function."""
+        """Runs functions until it receives :class:`Close`. Main function of the thread."""
         self._thread_id = threading.get_ident()
         while isinstance(message := self._inbox.get(), Call):
             outcome = _outcome(message.function)
-            del message  # what it ran may hold a whole model
+            del message  # the function may reference a whole model
             self._report(outcome)
             del outcome
 
@@ -137,16 +143,16 @@ class Seat:
 
 @dataclass
 class Round:
-    """Functions that run together now.
+    """State of functions that run together.
 
     Attributes:
-        num_functions: How many.
-        next_messages: What the threads are to be told before anything else is heard of them; empty if they were.
-        has_synchronized: Whether the participants have synchronized.
-        is_acting: Whether what they have met for is being carried out.
-        inline: The seat whose function the caller's thread runs now.
-        unheard: The seats whose threads run.
-        waiting: The seats whose functions wait for the others.
+        num_functions: Number of functions.
+        next_messages: Messages with which the threads resume, in order of index from 1.
+        has_synchronized: Whether the functions have synchronized.
+        is_acting: Whether an action is running.
+        inline: Index of the function that the caller's thread runs.
+        unheard: Indices of the functions whose threads run.
+        waiting: Indices of the functions that wait for an action.
     """
 
     num_functions: int
@@ -159,11 +165,11 @@ class Round:
 
 
 class Lockstep:
-    """Runs functions in lockstep. Its threads stay until :meth:`close`.
+    """Runs functions in lockstep. Its threads live until :meth:`close`.
 
     Args:
-        num_seats: How many functions can run.
-        take_turns: Whether they run one after the other.
+        num_seats: Maximum number of functions.
+        take_turns: Whether functions run sequentially.
     """
 
     def __init__(self, num_seats: int, take_turns: bool) -> None:
@@ -175,11 +181,14 @@ class Lockstep:
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs a function at each of the first seats and returns what they return.
+        """Runs functions in lockstep, and returns their results.
+
+        Args:
+            functions: Functions, at most one per seat.
 
         Raises:
-            RuntimeError: If they do not all ask for the same.
-            BaseException: What the first of them raised; the others have ended by then.
+            RuntimeError: If the functions request different actions.
+            BaseException: If a function raised it; all functions have ended by then.
         """
         self._caller_id = threading.get_ident()
         try:
@@ -197,17 +206,17 @@ class Lockstep:
             self._rounds.clear()
 
     def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The same from within an ``act``, each on the thread that waits for it."""
+        """Runs functions in lockstep from within an action, each on the thread that waits for the action."""
         return self._run(functions)
 
     def is_run_by_caller(self, index: int) -> bool:
-        """Whether the calling thread is the caller's, and runs the function of this seat."""
+        """Returns whether the current thread is the caller's thread, and runs the function with this index."""
         if threading.get_ident() != self._caller_id or not self._rounds:
             return False
         return not self._rounds[-1].is_acting and self._rounds[-1].inline == index
 
     def lead(self, request: Request, index: int) -> Any:
-        """Waits for the others on behalf of a function that the caller's thread runs."""
+        """Runs the action that a function on the caller's thread requests, after the others have requested it."""
         current = self._rounds[-1]
         if index > 0:  # the first has returned already
             self._fail(_divergence([Returned(None), *[None] * (index - 1), request]))
@@ -227,12 +236,12 @@ class Lockstep:
         return answer.value
 
     def close(self) -> None:
-        """Ends the threads. A second call does no harm."""
+        """Ends the threads. A second call is a no-op."""
         threads, self._threads = self._threads, []
         for seat in self.seats[1:] if threads else ():
             seat.resume(Close())
         for thread in threads:
-            if thread is not threading.current_thread():  # which the garbage collector may have chosen
+            if thread is not threading.current_thread():  # the garbage collector may run this on any thread
                 thread.join(_END_S)
 
     def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -264,7 +273,7 @@ class Lockstep:
             raise
 
     def _tell_others(self, current: Round, messages: list[Any]) -> None:
-        """Lets the threads go on: at once, or when it is their turn."""
+        """Sets the messages of the threads, and sends them unless the threads take turns."""
         current.next_messages = messages
         if not self.take_turns:
             self._start_threads()
@@ -272,7 +281,7 @@ class Lockstep:
                 self._resume(current, index)
 
     def _hear_others(self, current: Round) -> list[Any]:
-        """Returns what each of the threads does next: it returns or meets. If one has failed, all do."""
+        """Returns the next event of each thread: a return or a request. Aborts all functions if one has failed."""
         events: list[Any] = []
         self._start_threads()
         for index in range(1, current.num_functions):
@@ -286,7 +295,7 @@ class Lockstep:
         return events
 
     def _unwind_others(self, current: Round) -> None:
-        """Ends what the threads run in a round that the caller's thread has left with an exception."""
+        """Unwinds the functions of the threads in a round that the caller's thread has left with an exception."""
         for index in sorted(current.unheard):
             self._hear(current, index)
         for index in sorted(current.waiting):
@@ -316,12 +325,12 @@ class Lockstep:
                 thread.start()
 
     def _fail(self, failure: BaseException) -> None:
-        """Unwinds what the caller's thread runs."""
+        """Stores the failure and unwinds the functions of the caller's thread."""
         self._failure = failure
         raise AbortedError
 
     def _abort(self) -> None:
-        """Waits for threads that run and unwinds those that wait."""
+        """Waits for running functions, and unwinds waiting functions."""
         for seat in self.seats[1:]:
             while seat.is_running or seat.is_meeting:
                 if not seat.is_running:

@@ -1,12 +1,13 @@
-"""A metric of torchmetrics, updated with what each replica gives it for its part of the batch.
+"""Updates of torchmetrics metrics with the arguments of all replicas, each for its part of the batch.
 
-What has rows is joined, and the metric is updated once. Numbers cannot be joined without knowing what they are, so the
-metric must tell. Sums, maxima and minima put parts together as they put batches together; a mean counts each part by
-its samples, or by the weight that it was given. A metric of another kind is updated once for each part, if its state
-adds up. Whether a weight is that of a part or of the batch, :mod:`.given_numbers` tells.
+Arguments with rows are concatenated, and the metric is updated once. How numbers are merged depends on the metric.
+Metrics of sums, maxima, and minima are updated once per part, as they are once per batch. A mean weights each part by
+its number of samples, or by the weight that the user passed. Any other metric is updated once per part, if its state
+for the batch can be merged from the states for the parts. :mod:`.given_numbers` decides whether a weight belongs to a
+part or to the batch.
 
-What it does not promise: to tell a mean from a sum. A number is taken for what the metric makes of it, so the mean of
-a part given to a ``SumMetric`` is added to those of the other parts.
+Limitations: Means and sums of a part cannot be distinguished. A number is interpreted according to the metric, so if
+replicas pass means of their parts to a ``SumMetric``, the metric adds them up.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -36,17 +37,17 @@ from lightning_strategies_ext.replication.gathering import (
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 from lightning_strategies_ext.replication.splitting import is_array
 
-#: The arguments of a call.
+#: Positional and keyword arguments of a call.
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ADDING_UP = (SumMetric, MaxMetric, MinMetric)
-#: Wrappers that hand on what they are given. ``Running`` is there from torchmetrics 1.0.
+#: Wrappers that forward their arguments. ``Running`` exists since torchmetrics 1.0.
 _WRAPPERS = tuple(
     vars(torchmetrics.wrappers)[name]
     for name in ("ClasswiseWrapper", "MinMaxMetric", "Running")
     if name in vars(torchmetrics.wrappers)
 )
-#: What may look at weights.
+#: Metrics that may use weights.
 _WEIGHING = (MeanMetric, MetricCollection, *_WRAPPERS)
 _NUMBERS_MERGED_BY = (dim_zero_sum, dim_zero_max, dim_zero_min)
 _ROWS_MERGED_BY = (*_NUMBERS_MERGED_BY, dim_zero_cat)
@@ -63,18 +64,18 @@ def update_with_all(
     """Calls a metric's ``update`` or ``__call__`` for the whole batch.
 
     Args:
-        metric: A metric or a collection.
-        method: Which of the two.
-        payloads: What each replica has given.
-        sizes: How many samples each replica has.
-        step: The step. The metric is on its root device.
-        number: How many calls of this metric there were before in the step.
+        metric: Metric or collection.
+        method: Name of the method.
+        payloads: Arguments of each replica.
+        sizes: Number of samples of each replica.
+        step: Current step. The metric is on its root device.
+        number: Number of previous calls of this metric in the step.
 
     Returns:
-        What the method returns.
+        Result of the method.
 
     Raises:
-        ValueError: If replicas gave what cannot be joined, and the metric's kind does not tell what to do with it.
+        ValueError: If the arguments cannot be merged for this kind of metric.
     """
     device = step.root_device
     columns = _columns(payloads)
@@ -85,8 +86,8 @@ def update_with_all(
     if not has_number:
         args, kwargs = _joined(payloads, sizes, device, metric)
         return getattr(metric, method)(*args, **kwargs)
-    # A metric's `forward` calls its `update`, as do wrappers and collections: each metric in them takes what it is
-    # given there from all replicas.
+    # A metric's `forward` calls its `update`, as do wrappers and collections. There, each inner metric is updated with
+    # the arguments of all replicas.
     with ExitStack() as stack:
         for leaf in _leaves(metric):
             stack.enter_context(_updated_by(leaf, payloads, sizes, step, number))
@@ -115,7 +116,7 @@ def _updated_by(
 def _calls(
     metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
 ) -> Sequence[Arguments]:
-    """The arguments that a metric is to be updated with, one after the other."""
+    """Returns the arguments for the metric, one entry per update."""
     if isinstance(metric, MeanMetric):
         return _calls_of_mean(metric, payloads, sizes, step, number)
     device, num_replicas = step.root_device, step.numbers.num_replicas
@@ -163,7 +164,7 @@ def _calls_of_mean(
     if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
         weight = counts[0] * step.numbers.num_replicas
     elif has_rows:
-        weight = sum(counts)  # each row counts as much as all parts together do
+        weight = sum(counts)  # each row gets the total weight of all parts
     else:
         return each
     mean_or_rows = gather(values, sizes, device, "values") if has_rows else weighted_mean(values, sizes, device)
@@ -171,7 +172,11 @@ def _calls_of_mean(
 
 
 def _leaves(metric: Any) -> Iterator[Metric]:
-    """Yields the metrics that do the counting in a collection or wrapper."""
+    """Yields the base metrics of a collection or wrapper, or the metric itself.
+
+    Raises:
+        ValueError: If a metric of another kind contains metrics.
+    """
     if isinstance(metric, MetricCollection):
         for part in metric.values(copy_state=False):
             yield from _leaves(part)
@@ -185,7 +190,7 @@ def _leaves(metric: Any) -> Iterator[Metric]:
 
 
 def _columns(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:
-    """What the replicas have given for each argument."""
+    """Returns the values of the replicas, by position or name of the argument."""
     args, kwargs = payloads[0]
     if any(len(others) != len(args) or named.keys() != kwargs.keys() for others, named in payloads):
         raise ValueError(
@@ -197,7 +202,7 @@ def _columns(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:
 
 
 def _has_number(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether there are numbers for a whole part in what replicas have given for an argument."""
+    """Returns whether the values of an argument contain numbers that each stand for a whole part."""
     first = values[0]
     if all(map(_is_number, values)):
         return True
@@ -215,9 +220,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_constant(values: Sequence[Any]) -> bool:
-    """Whether what all replicas have given is a setting: what is computed from parts, or counted in them, differs.
+    """Returns whether an argument is a setting, that is, equal in all replicas: values computed from parts differ.
 
-    Whole numbers can be equal and still be counted.
+    Equal integers are not taken for settings, because they may be counts.
     """
     if not all(is_same(value, values[0]) or _is_same_tensor(value, values[0]) for value in values):
         return False
@@ -244,7 +249,7 @@ def _joined(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.d
 
 
 def _is_merged_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> bool:
-    """Whether each state of a metric is merged among processes by one of these functions."""
+    """Returns whether the reduction of each state of the metric over processes is one of these functions."""
     return all(function in functions for function in user_modules.merging_of_metric(metric).values())
 
 

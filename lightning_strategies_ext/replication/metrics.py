@@ -1,6 +1,6 @@
-"""Metrics of torchmetrics as replicas see them: they are updated with what all replicas give together.
+"""Proxies of torchmetrics metrics in replicas, which update each metric with the arguments of all replicas.
 
-So a metric's state and its values are those of the whole batch, whatever kind of state it keeps.
+The state and the values of a metric therefore cover the whole batch, for any kind of state.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from lightning_strategies_ext.replication.metric_updates import update_with_all
 
 
 def is_metric(value: object) -> bool:
-    """Whether it is a metric, or several."""
+    """Returns whether a value is a metric or a collection of metrics."""
     return isinstance(value, (Metric, MetricCollection))
 
 
 class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for a metric in a replica. An update is noted down; a value is waited for.
+    """Proxy of a metric in a replica. Updates are deferred; methods that return a value wait for all replicas.
 
     Args:
-        metric: The module's metric.
-        context: The replica's place.
+        metric: Metric of the module.
+        context: Context of the replica.
     """
 
     def __init__(self, metric: Any, context: ReplicaContext) -> None:
@@ -31,37 +31,37 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_context = context
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Lets the metric see these values, with those of the other replicas at the same call."""
+        """Updates the metric with the arguments of all replicas at the same call. Deferred."""
         self._self_context.note((id(self.__wrapped__), "update"), self._self_call("update"), (args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, and returns the value of the whole batch."""
+        """Updates the metric with the arguments of all replicas, and returns its value for the whole batch."""
         return self._self_meet("forward", self._self_call("__call__"), (args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`forward`."""
+        """Calls :meth:`forward`."""
         return self.forward(*args, **kwargs)
 
     def compute(self) -> Any:
-        """The value of all that the metric has seen."""
+        """Returns the value over all updates."""
         metric = self.__wrapped__
         return self._self_meet("compute", lambda payloads, sizes: metric.compute())
 
     def reset(self) -> None:
-        """Lets the metric forget what it has seen."""
+        """Resets the metric, once for all replicas."""
         metric = self.__wrapped__
         self._self_meet("reset", lambda payloads, sizes: metric.reset())
 
     def items(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """The metrics of a collection with their names."""
+        """Returns the metrics of a collection with their names."""
         return ((name, self._self_part(part)) for name, part in self.__wrapped__.items(*args, **kwargs))
 
     def values(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """The metrics of a collection."""
+        """Returns the metrics of a collection."""
         return (self._self_part(part) for part in self.__wrapped__.values(*args, **kwargs))
 
     def __getitem__(self, key: Any) -> Any:
-        """A metric of a collection."""
+        """Returns a metric of a collection."""
         return self._self_part(self.__wrapped__[key])
 
     def __getattr__(self, name: str) -> Any:

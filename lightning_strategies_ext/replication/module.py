@@ -1,7 +1,7 @@
-"""ReplicatedModule: runs a module's methods on replicas, each with its part of the batch.
+"""ReplicatedModule: runs a module's methods on replicas, each with a part of the batch.
 
-It is a ``torch.nn.DataParallel``, so that code which asks for that class finds it, with what that class leaves to its
-user: it works on the CPU too, weighs by the size of the parts, and does once what must happen once.
+It is a subclass of ``torch.nn.DataParallel``, so that ``isinstance`` checks for that class succeed. Unlike that class,
+it also runs on the CPU, weights results by the sizes of the parts, and runs actions for the whole batch once.
 """
 
 import weakref
@@ -24,7 +24,7 @@ from lightning_strategies_ext.replication.replicas import Replicas, modules_to_c
 from lightning_strategies_ext.replication.splitting import Part, split, split_like
 from lightning_strategies_ext.replication.thread_state import ThreadState
 
-#: Splits a batch into at most so many parts, and says how many samples each has.
+#: Function that splits a batch into at most the given number of parts, and returns them with their numbers of samples.
 Scatter = Callable[[Any, int], Sequence[tuple[Any, int]]]
 
 
@@ -32,11 +32,11 @@ class ReplicatedModule(DataParallel[Module]):
     """A module and its replicas.
 
     Args:
-        module: The module, on the first device.
-        devices: A device per replica; for replicas on the CPU, the CPU as often.
-        scatter: Splits a batch in place of the rules of :mod:`.splitting`.
-        take_turns: Whether replicas run one after the other. By default they do on the CPU.
-        sync_batchnorm: Whether batch normalisation sees the whole batch.
+        module: Module on the first device.
+        devices: Device of each replica; for replicas on the CPU, one entry per replica.
+        scatter: Function that splits a batch, in place of the rules of :mod:`.splitting`.
+        take_turns: Whether replicas run sequentially; None for True on the CPU and False on other devices.
+        sync_batchnorm: Whether batch normalization uses the statistics of the whole batch.
 
     Raises:
         ValueError: If the module cannot be replicated.
@@ -50,7 +50,7 @@ class ReplicatedModule(DataParallel[Module]):
         take_turns: bool | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
-        Module.__init__(self)  # DataParallel's own takes the GPUs of the machine, and nothing else
+        Module.__init__(self)  # `DataParallel.__init__` supports only GPUs
         check_can_be_replicated(module, len(devices))
         self.module = module
         self.dim = 0
@@ -66,10 +66,10 @@ class ReplicatedModule(DataParallel[Module]):
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with each part of the inputs, and gathers what the calls return.
+        """Calls the module with each part of the inputs, and gathers the results.
 
         Raises:
-            ValueError: If the inputs cannot be split, or what is returned cannot be gathered.
+            ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
         method = user_modules.take_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
@@ -83,16 +83,16 @@ class ReplicatedModule(DataParallel[Module]):
         return self._run(method, split((args, kwargs), len(self._devices), "inputs"))
 
     def run(self, method: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module with each part of a batch, and gathers what the calls return.
+        """Calls a method of the module with each part of a batch, and gathers the results.
 
         Args:
-            method: Its name.
-            batch: Its first argument, which is split.
-            *args: Its other arguments. They are split only where ``scatter`` was given and they have as many entries.
-            **kwargs: The same.
+            method: Name of the method.
+            batch: First argument of the method, which is split.
+            *args: Other positional arguments. With ``scatter``, those with one entry per sample are split, too.
+            **kwargs: Keyword arguments, which are split like positional arguments.
 
         Raises:
-            ValueError: If the batch cannot be split, or what is returned cannot be gathered.
+            ValueError: If the batch cannot be split, or the results cannot be gathered.
         """
         if len(self._devices) == 1:
             return getattr(self.module, method)(batch, *args, **kwargs)
@@ -149,7 +149,7 @@ class ReplicatedModule(DataParallel[Module]):
             **self.__dict__,
             "_lockstep": None,
             "_finalizer": None,
-            "_numbers": GivenNumbers(len(self._devices)),  # it knows metrics by their ids
+            "_numbers": GivenNumbers(len(self._devices)),  # its keys contain ids of metrics, which change
             "_replicas": Replicas(self.module, self._devices, self._sync_batchnorm),
         }
 
@@ -168,7 +168,7 @@ def _call(function: Callable[..., Any], part: Part, device: torch.device) -> Cal
 
 
 def with_scalar_loss(output: Any) -> Any:
-    """Gives the loss in a training step's output no dimensions: one of one element counts as a loss too."""
+    """Returns a training step's output with a loss of one element reshaped to zero dimensions."""
     if isinstance(output, Tensor) and output.ndim and output.numel() == 1:
         return output.reshape(())
     if isinstance(output, dict) and isinstance(loss := output.get("loss"), Tensor) and loss.ndim and loss.numel() == 1:
@@ -177,11 +177,11 @@ def with_scalar_loss(output: Any) -> Any:
 
 
 def checked_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
-    """Checks what the user's ``scatter`` returned.
+    """Checks the result of the user's ``scatter``, and returns it as a list of parts with their numbers of samples.
 
     Raises:
-        TypeError: If it is no sequence of pairs.
-        ValueError: If it has no or too many parts, or a number of samples is negative.
+        TypeError: If the result is not a sequence of pairs.
+        ValueError: If it has no parts or too many, or a number of samples is negative.
     """
     if not isinstance(parts, Sequence) or not all(
         isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts
@@ -200,15 +200,15 @@ def checked_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
 
 
 def check_can_be_replicated(module: Module, num_replicas: int) -> None:
-    """Refuses modules whose replicas would not be what the user expects.
+    """Rejects modules that cannot be replicated correctly.
 
     Raises:
-        ValueError: If it is one.
+        ValueError: If a submodule is compiled, a ScriptModule, or has uninitialized lazy parameters.
     """
     if num_replicas == 1:
         return
     for part in modules_to_copy(module):
-        if is_compiled(part):  # replicas would share the compiled call
+        if is_compiled(part):  # replicas would share the compiled forward
             raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(_refusal(part, "is a ScriptModule, of which torch makes no replicas that compute alone"))

@@ -1,12 +1,12 @@
-"""Replicas of a module: copies of its structure that compute on their own device and last for one step.
+"""Replicas of a module: copies of its structure for one step, each on one device.
 
-On the module's own device a replica shares its parameters, so gradients add up in them. On another device it has
-copies of which autograd knows: gradients flow back. The first replica has the module's own buffers, so what it writes
-into them stays (as in ``torch.nn.DataParallel``); the others have copies.
+On the module's device, a replica shares the module's parameters, so gradients accumulate in them. On other devices, a
+replica has differentiable copies of the parameters, through which gradients flow back. The first replica uses the
+module's buffers, so its writes to them persist (as in ``torch.nn.DataParallel``); the other replicas have copies.
 
-After a step the module takes over what its replicas have set: buffers of the first, attributes that are the same on
-all, and what :mod:`.containers` can put together. What it could not keep is an error, as are a queue and a count in a
-buffer, and so is a write to what all share (:mod:`.shared_tensors`).
+After a step, changes of the replicas are merged into the module: buffers of the first replica, attributes that are
+equal in all replicas, and containers (:mod:`.containers`). Changes that cannot be merged raise an error. Examples are a
+queue or a count in a buffer, and writes to shared tensors (:mod:`.shared_tensors`).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,21 +37,21 @@ from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metri
 from lightning_strategies_ext.replication.shared_tensors import SharedTensors, version_of, writable_in, writes_to_weight
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
-#: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
-#: torch's recurrent modules keep for themselves.
+#: Attributes that are not merged as such: they are handled separately, or are the lists of weights of torch's recurrent
+#: modules.
 _OWN_AFFAIRS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
-#: Attributes that are torch's and Lightning's own, such as the dicts of hooks.
+#: Internal attributes of torch and Lightning, such as dicts of hooks.
 _FRAMEWORKS = {*_OWN_AFFAIRS, *vars(Module()), *vars(LightningModule()), "_hparams", "_hparams_initial"}
 
 
 @dataclass
 class Copy:
-    """A module of a replica.
+    """A copied module in a replica.
 
     Attributes:
-        module: The copy.
-        before: Its attributes before the step.
-        buffers: Its buffers before the step, without those of running statistics, and their versions.
+        module: Copied module.
+        before: Attributes of the copy before the step.
+        buffers: Buffers of the copy before the step and their versions, without running statistics.
     """
 
     module: Module
@@ -60,12 +60,12 @@ class Copy:
 
 
 class Replicas:
-    """The replicas of a module, made anew for each step.
+    """Replicas of a module, created again for each step.
 
     Args:
-        module: The module. Its parameters and buffers are on the first device.
-        devices: A device per replica.
-        sync_batchnorm: Whether batch normalisation sees the whole batch.
+        module: Module whose parameters and buffers are on the first device.
+        devices: Device of each replica.
+        sync_batchnorm: Whether batch normalization uses the statistics of the whole batch.
     """
 
     def __init__(self, module: Module, devices: Sequence[torch.device], sync_batchnorm: bool = False) -> None:
@@ -81,7 +81,7 @@ class Replicas:
         self._shared = SharedTensors([], [])
 
     def make(self, contexts: Sequence[ReplicaContext]) -> list[Module]:
-        """Makes a replica for each context.
+        """Creates a replica for each context.
 
         Raises:
             RuntimeError: If a parameter or buffer is not on the first device.
@@ -95,10 +95,10 @@ class Replicas:
         return [copies[0].module for copies in self._copies]
 
     def check(self) -> None:
-        """Checks that no replica has written to what all share.
+        """Checks that no replica has written to shared tensors.
 
         Raises:
-            RuntimeError: If one has.
+            RuntimeError: If a replica has written to a shared tensor.
         """
         origin = self._shared.written() if len(self._copies) > 1 else None
         if origin is not None:
@@ -111,7 +111,7 @@ class Replicas:
             )
 
     def refresh(self) -> None:
-        """Hands the parameters to the replicas again if they have changed: an optimizer stepped or was toggled."""
+        """Copies the parameters to the replicas again if they have changed, by an optimizer's step or a toggle."""
         if self._copies_parameters() and self._versions != self._versions_now():
             self._set_parameters()
             self._share()
@@ -119,13 +119,13 @@ class Replicas:
             self._shared.look()
 
     def take_over(self, sizes: Sequence[int]) -> None:
-        """Gives the module what its replicas have set, and lets them go.
+        """Merges the changes of the replicas into the module, and drops the replicas.
 
         Args:
-            sizes: How many samples each replica had.
+            sizes: Number of samples of each replica.
 
         Raises:
-            RuntimeError: If what they have set cannot be kept.
+            RuntimeError: If changes cannot be merged.
         """
         for place, original in enumerate(self._originals):
             try:
@@ -135,13 +135,13 @@ class Replicas:
         self.drop()
 
     def drop(self) -> None:
-        """Lets the replicas go."""
+        """Drops the references to the replicas."""
         self._originals, self._copies, self._in_attributes = [], [], []
         self._methods, self._containers = {}, {}
         self._shared = SharedTensors([], [])
 
     def _look_at_attributes(self) -> None:
-        """Finds the modules' own methods, and what of their attributes a step can change in place."""
+        """Finds the methods, containers, and writable tensors in the attributes of the modules."""
         known = {*map(id, self._originals), *map(id, self._parameters())}
         for original in self._originals:
             for name, value in original.__dict__.items():
@@ -159,7 +159,7 @@ class Replicas:
                 ]
 
     def _share(self) -> None:
-        """Begins to watch what replicas share, and their copies of it."""
+        """Starts to record writes to shared tensors and to their copies."""
         renormed = {id(module.weight) for module in self._originals if writes_to_weight(module)}
         parameters = [parameter for parameter in self._parameters() if id(parameter) not in renormed]
         values: list[Any] = [value for value, _ in self._in_attributes] + parameters
@@ -257,8 +257,8 @@ class Replicas:
                     if parameter is not None:
                         tensor = counterparts[id(parameter)]
                         copy.module._parameters.pop(name, None)
-                        # A non-leaf tensor cannot be registered as a parameter. As an attribute, torch's recurrent
-                        # modules notice it; in the dict, `parameters()` finds it.
+                        # A non-leaf tensor cannot be registered as a parameter. Setting the attribute updates torch's
+                        # recurrent modules; the entry in the dict makes `parameters()` return it.
                         setattr(copy.module, name, tensor)
                         copy.module._parameters[name] = tensor  # type: ignore[assignment]
                 copy.before.update(
@@ -279,7 +279,7 @@ class Replicas:
 
 
 class _Holder(Module):
-    """Parameters as one flat module, for torch to copy."""
+    """Flat module that holds parameters, so that torch can replicate them."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         super().__init__()
@@ -288,10 +288,10 @@ class _Holder(Module):
 
 
 def shallow_copy(module: Module) -> Module:
-    """Returns a module with the same attributes, and dicts of its own for submodules and buffers.
+    """Returns a copy of a module with the same attributes, and with its own dicts of submodules and buffers.
 
-    ``Module._replicate_for_data_parallel`` (torch 2.5 to 2.13) is what ``torch.nn.DataParallel`` calls, and what
-    torch's recurrent modules override. For other modules, the same without its 25 microseconds of checks.
+    ``torch.nn.DataParallel`` calls ``Module._replicate_for_data_parallel`` (torch 2.5 to 2.13), which torch's recurrent
+    modules override. For other modules, this function does the same without the 25 microseconds of checks.
     """
     if type(module)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:
         return module._replicate_for_data_parallel()  # type: ignore[no-any-return]
@@ -302,7 +302,7 @@ def shallow_copy(module: Module) -> Module:
 
 
 def copies_on(parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Returns, for each device, the parameters there; gradients flow back from those that are copies."""
+    """Returns the parameters on each device. Copies are differentiable: gradients flow back to the parameters."""
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
         holders = torch_replicate(_Holder(parameters), devices, detach=not torch.is_grad_enabled())  # few, big copies
         return [[getattr(holder, str(index)) for index in range(len(parameters))] for holder in holders]
@@ -310,9 +310,10 @@ def copies_on(parameters: Sequence[Parameter], devices: Sequence[torch.device]) 
 
 
 def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
-    """Returns the buffers of a replica's module, and their versions, except those that hold running statistics.
+    """Returns the buffers of a replica's module and their versions, except running statistics.
 
-    Such are those of torch's own modules (batch normalization, observers), and those with names as torch gives them.
+    Running statistics are the buffers of torch's modules (batch normalization, observers), and buffers with the names
+    that torch uses for them.
     """
     if type(module).__module__.startswith("torch."):
         return {}
@@ -324,10 +325,10 @@ def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
 
 
 def _has_lost_rows(name: str, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> bool:
-    """Whether replicas have written rows of their own to a buffer, of which only the first's would be kept.
+    """Returns whether replicas have written different rows to a buffer, so that rows would be lost.
 
-    The first replica has the module's own buffers, which hooks of an optimizer may have changed. Shapes that differ are
-    those of a cache that is sized by the part of the batch.
+    Only the other replicas are checked for writes, because the first uses the module's buffers, which hooks of an
+    optimizer may have changed. Buffers of different shapes are caches whose size depends on the part of the batch.
     """
     now = [copy.module._buffers.get(name) for copy in copies]
     if all(
@@ -343,12 +344,12 @@ def _has_lost_rows(name: str, copies: Sequence[Copy], sizes: Sequence[int], devi
 
 
 def _is_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
-    """Whether two values of a buffer differ as those of a queue or a count do, and not as those of a mean do.
+    """Returns whether two values of a buffer differ like values of a queue or a count, not like values of a mean.
 
-    Whole numbers are no means. In a queue, as many rows differ as were put in, or a multiple, in one block, which may
-    go on at the start; the other rows are equal. Of a mean, all entries differ, or any.
+    Integers are counts. In a queue, the number of different rows is a multiple of the number of samples. These rows are
+    contiguous and may wrap around; the other rows are equal. In a mean, any entries may differ.
     """
-    differs = (one != other) & ((one == one) | (other == other))  # a NaN is equal to a NaN here
+    differs = (one != other) & ((one == one) | (other == other))  # treats NaNs as equal
     if not one.is_floating_point() or not differs.any():
         return bool(differs.any())
     for dim in range(one.ndim):
@@ -360,7 +361,7 @@ def _is_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
 
 
 def modules_to_copy(module: Module) -> list[Module]:
-    """Returns a module and all modules inside it, but for metrics and what is in them."""
+    """Returns a module and all of its submodules, except metrics and their submodules."""
     found = {module: None}
     waiting = [module]
     while waiting:
@@ -372,7 +373,7 @@ def modules_to_copy(module: Module) -> list[Module]:
 
 
 def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callable[[Tensor], Tensor]:
-    """Returns a ``forward`` for a replica that computes on the inputs of all replicas, where the module itself is."""
+    """Returns a ``forward`` for a replica that processes the inputs of all replicas on the module's device."""
 
     def act(inputs: list[Tensor], sizes: list[int]) -> Any:
         whole = torch.cat([tensor.to(context.step.root_device) for tensor in inputs])

@@ -1,15 +1,15 @@
-"""What replicas share and a step must not write to: parameters, and tensors and arrays that attributes hold.
+"""Detects writes to shared tensors: parameters, and tensors and arrays in attributes, which a step must not change.
 
-Attributes hold them also within lists, dicts, tuples and sets at any depth, and in modules there, which are no
-submodules and so are not replicated.
+Attributes include lists, dicts, tuples, and sets at any depth, and modules in these containers, which are not
+submodules and therefore not replicated.
 
-Where each replica writes to them, the change happens once per replica, or is lost with a copy on another GPU.
-torch counts most writes to a tensor. Those through ``parameter.data``, which is how many write the update of a target
-network, it does not: on the CPU, where replicas share the parameters themselves, norms tell.
+If each replica writes to a shared tensor, the change happens once per replica, or is lost with a copy on another GPU.
+torch counts most writes to a tensor, but not writes through ``parameter.data``, a common way to update a target
+network. On the CPU, where replicas share the parameters, these writes are detected by comparing norms.
 
-What it does not promise: to notice writes through ``.data`` to parameters on GPUs, where looking would have to wait for
-the device, or to tensors that are no parameters; a change that leaves a parameter's norm as it is; one to an array
-of more than 64 KiB; or one to what is in a container of more than 64 entries.
+Limitations: These changes are not detected: writes through ``.data`` to parameters on GPUs, because a check would
+synchronize with the device, or to tensors that are not parameters; changes that preserve a parameter's norm; changes of
+an array of more than 64 KiB; and changes inside a container of more than 64 entries.
 """
 
 import math
@@ -25,18 +25,18 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from lightning_strategies_ext.replication.containers import CONTAINERS, MAX_OPEN_LENGTH, entries_of
 from lightning_strategies_ext.replication.metrics import is_metric
 
-#: What most entries of containers are.
+#: Types of immutable entries, which most containers have.
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _MAX_ARRAY_BYTES = 1 << 16
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class SharedTensors:
-    """Notices whether tensors have been written to since it looked.
+    """Detects whether tensors have been written to since the last :meth:`look`.
 
     Args:
-        values: The tensors and arrays.
-        origins: For each, the parameter that it is or was copied from, or what a user calls it.
+        values: Tensors and arrays to check.
+        origins: For each value, the parameter that it is or was copied from, or its name in messages.
     """
 
     def __init__(self, values: Sequence[Any], origins: Sequence[Parameter | str]) -> None:
@@ -45,11 +45,11 @@ class SharedTensors:
         self.look()
 
     def look(self) -> None:
-        """Takes things as they are now."""
+        """Records the current state of the values."""
         self._versions, self._norms = self._versions_now(), self._norms_now()
 
     def written(self) -> Parameter | str | None:
-        """Returns the origin of one that has been written to, or None."""
+        """Returns the origin of a value that has been written to, or None."""
         versions = self._versions_now()
         if versions != self._versions:
             changes = [before != now for before, now in zip(self._versions, versions, strict=True)]
@@ -69,26 +69,26 @@ class SharedTensors:
 
 
 def version_of(value: Any) -> int:
-    """A number that changes when a tensor or a small array is written to in place; 0 for other objects."""
+    """Returns a number that changes when a tensor or a small array is written to in place; 0 for other objects."""
     if isinstance(value, np.ndarray):
         return hash(value.tobytes()) if value.nbytes <= _MAX_ARRAY_BYTES else 0
     try:
         return value._version  # type: ignore[no-any-return]
-    except (AttributeError, RuntimeError):  # a tensor that was made in inference mode has none
+    except (AttributeError, RuntimeError):  # tensors that were created in inference mode have no version
         return 0
 
 
 def _has_norm(value: Any) -> bool:
-    return type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS  # a copy is a Tensor
+    return type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS  # a copy of a parameter is a Tensor
 
 
 def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, str]]:
-    """Yields the tensors and arrays in an attribute, each with what a user calls it.
+    """Yields the tensors and arrays in an attribute, each with its path.
 
     Args:
-        value: The attribute's value.
-        place: What a user calls it.
-        known: The ids of modules and parameters that are looked at by themselves.
+        value: Value of the attribute.
+        place: Path of the attribute in messages.
+        known: Ids of modules and parameters that are checked separately.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         if id(value) not in known:
@@ -96,7 +96,7 @@ def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, 
     elif type(value) in CONTAINERS:
         is_small_set = type(value) is set and len(value) <= MAX_OPEN_LENGTH
         for key, entry in ((..., entry) for entry in value) if is_small_set else entries_of(value):
-            if type(entry) not in _PLAIN:  # naming takes longer than this
+            if type(entry) not in _PLAIN:  # this check is faster than formatting a name
                 name = f"{place}{{...}}" if is_small_set else f"{place}[{key!r}]"
                 yield from writable_in(entry, name, known)
     elif isinstance(value, Module) and not is_metric(value):
@@ -108,5 +108,5 @@ def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, 
 
 
 def writes_to_weight(module: Module) -> bool:
-    """Whether a module's forward pass itself writes to its weight: an embedding that renorms what is looked up."""
+    """Returns whether a module's forward pass writes to its weight: embeddings with ``max_norm`` renormalize rows."""
     return isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None

@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's face of single-process data parallelism refuse, and reduce, alike."""
+"""Argument checks and reductions of single-process data parallelism, for both the Trainer and Fabric."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-#: Ends a refusal of what a step does: its user may not be the one that can change it.
+#: Last sentence of errors about the code of a step, because the user may be unable to change this code.
 IF_OF_A_LIBRARY = "If the step is that of a library, use `strategy='ddp_ext'`."
 
 
@@ -27,11 +27,11 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
-    """Refuses devices that cannot hold replicas.
+    """Rejects devices that cannot hold replicas.
 
     Raises:
-        TypeError: If it is no sequence of devices.
-        ValueError: If there are none, of several types, or of a type without replicas, or one GPU occurs twice.
+        TypeError: If ``devices`` is not a list or tuple of devices.
+        ValueError: If ``devices`` is empty, has several types or an unsupported type, or contains a GPU twice.
     """
     if devices is None:
         return
@@ -52,10 +52,10 @@ def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
 
 
 def check_scatter(scatter: object, take_turns: object) -> None:
-    """Refuses a ``scatter`` or ``take_turns`` of the wrong kind.
+    """Rejects a ``scatter`` or ``take_turns`` of the wrong type.
 
     Raises:
-        TypeError: If one is.
+        TypeError: If an argument has the wrong type.
     """
     if scatter is not None and not callable(scatter):
         raise TypeError(f"`scatter` must be a function of a batch and the number of replicas, got {scatter!r}.")
@@ -64,10 +64,10 @@ def check_scatter(scatter: object, take_turns: object) -> None:
 
 
 def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment | None) -> None:
-    """Refuses to be one of several processes.
+    """Rejects jobs of several hosts or processes.
 
     Raises:
-        ValueError: If there are several hosts, or a launcher has started several processes.
+        ValueError: If ``num_nodes`` is above 1, or a launcher has started several processes.
     """
     if num_nodes > 1:
         raise ValueError(
@@ -85,14 +85,14 @@ def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment
 
 
 def reduce_replicas(collection: Any, reduce_op: Any) -> Any:
-    """Reduces each tensor of a collection over all of its entries, as gathered from replicas.
+    """Reduces each tensor of a collection, as gathered from replicas, over all of its entries.
 
     Args:
-        collection: A tensor, or a collection of tensors; what else is in it is left.
-        reduce_op: "mean" or "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
+        collection: Tensor, or collection of tensors; other entries are unchanged.
+        reduce_op: Reduction, "mean", "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
 
     Returns:
-        The collection with tensors of no dimensions. The mean of integers is a float.
+        The collection with 0-dim tensors. The mean of integers is a float.
 
     Raises:
         ValueError: If ``reduce_op`` is unknown.

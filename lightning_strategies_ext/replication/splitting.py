@@ -1,11 +1,11 @@
-"""A batch, cut into one part for each replica.
+"""Splits a batch into one part per replica.
 
-Tensors and arrays are cut along their first dimension, into views; collections keep their types. How many samples a
-batch has is what its tensors and arrays agree on. See ``count_samples``.
+Tensors and arrays are split along their first dimension, into views; collections keep their types. The number of
+samples is the size on which the tensors and arrays of the batch agree, see ``count_samples``.
 
-What it does not promise: to look into objects that are not collections (each part gets the object itself), to see that
-a value has as many rows as there are samples by accident, or to tell a list of values for the whole batch from a list
-with one entry per sample where both fit. What cannot be told apart by its rules is for the user's own function.
+Limitations: Objects that are not collections are not split; each part contains the object itself. A value whose number
+of rows equals the number of samples by accident is split. A list of values for the whole batch cannot be distinguished
+from a list with one entry per sample if both fit. In such cases, the user passes a function for splitting.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of, rebuilt
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
-#: The numbers of samples that a value may have, the likeliest first: none if it cannot be split, None if it has no say.
+#: Possible numbers of samples of a value, the most likely first; empty if it cannot be split, None if undetermined.
 Sizes: TypeAlias = tuple[int, ...] | None
 
 ARRAYS = (torch.Tensor, np.ndarray)
@@ -30,11 +30,11 @@ FIX = f"Give the strategy a `scatter` function that splits it: `DataParallelStra
 
 @dataclass(frozen=True)
 class Part:
-    """What one replica gets of a batch.
+    """Part of a batch for one replica.
 
     Args:
-        value: Of the same structure as the batch.
-        num_samples: How many of the batch's samples it holds.
+        value: Data of the part, with the structure of the batch.
+        num_samples: Number of samples in the part.
     """
 
     value: Any
@@ -42,15 +42,15 @@ class Part:
 
 
 def split(batch: Any, num_parts: int, name: str = "batch") -> list[Part]:
-    """Returns a batch in at most ``num_parts`` parts, in order, their sizes as equal as can be, the larger first.
+    """Splits a batch into at most ``num_parts`` parts, in order, with sizes that differ by at most 1, the larger first.
 
-    No part is empty, but that a batch of no samples is one part. Tensors and arrays in the parts are views of the
-    batch's. A batch that makes one part is that part itself, not copied.
+    No part is empty, except that a batch without samples is one part. Tensors and arrays in the parts are views of the
+    batch. If there is only one part, it is the batch itself.
 
     Args:
-        batch: What to split. See ``count_samples`` for what can be.
-        num_parts: At least 1.
-        name: What error messages call the batch.
+        batch: Batch to split, see ``count_samples``.
+        num_parts: Maximum number of parts, at least 1.
+        name: Name of the batch in error messages.
 
     Raises:
         ValueError: If the batch cannot be split.
@@ -67,18 +67,17 @@ def split(batch: Any, num_parts: int, name: str = "batch") -> list[Part]:
 
 
 def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
-    """Returns a value in parts of given sizes, for what is passed beside a batch that was split already.
+    """Splits a value into parts of given sizes, for arguments that accompany a batch that is already split.
 
-    In it, tensors, arrays and lists with as many rows or entries as ``sizes`` sum up to are split. All else is given to
-    each part as it is.
+    Tensors, arrays, and lists with ``sum(sizes)`` rows or entries are split. Other values are in every part, unchanged.
 
     Args:
-        value: What to split.
-        sizes: For each part, the number of its samples.
-        name: What error messages call the value.
+        value: Value to split.
+        sizes: Number of samples of each part.
+        name: Name of the value in error messages.
 
     Raises:
-        ValueError: If the value holds a tensor of as many rows, or a packed sequence, that cannot be split.
+        ValueError: If the value contains a tensor that cannot be split, or a packed sequence.
     """
     num_samples = sum(sizes)
     for place, found in uncuttable(value, name, num_samples):
@@ -87,15 +86,15 @@ def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
 
 
 def count_samples(batch: Any, name: str = "batch") -> int:
-    """Returns how many samples a batch has: what its parts agree on.
+    """Returns the number of samples of a batch, on which its values must agree.
 
-    A tensor or array says its first dimension, if it has one. In tuples, mappings and dataclasses, all who have a say
-    must agree. A list that holds tensors may be one of values for the whole batch, or have one entry per sample: what
-    stands beside it decides, and else what is likelier. Lists without tensors, and tuples of strings, which is what
-    torch's ``default_collate`` makes of strings, count only where there is no tensor at all.
+    A tensor or array determines it by its first dimension, if it has one. All tensors and arrays in tuples, mappings,
+    and dataclasses must agree. A list with tensors may contain values for the whole batch, or one entry per sample: the
+    other values of the batch decide, or else the more likely case is used. Lists without tensors, and tuples of strings
+    (which torch's ``default_collate`` returns for strings), are used only if the batch contains no tensor.
 
     Raises:
-        ValueError: If the parts disagree, if nothing has a say, or if something is of a kind that cannot be split.
+        ValueError: If values disagree, if no value determines the number, or if a value cannot be split.
     """
     for opinion in (strong_sizes, weak_sizes):
         sizes = opinion(batch)
@@ -110,7 +109,7 @@ def count_samples(batch: Any, name: str = "batch") -> int:
 
 
 def strong_sizes(value: Any) -> Sizes:
-    """What a value with tensors says about the number of samples."""
+    """Returns the possible numbers of samples of a value, from its tensors and arrays."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:
             return ()
@@ -123,11 +122,11 @@ def strong_sizes(value: Any) -> Sizes:
         return ()
     if is_collection(value):
         return agreed(parts_of(value), strong_sizes)
-    return () if callable(getattr(value, "to", None)) else None  # an object with tensors that nobody can look into
+    return () if callable(getattr(value, "to", None)) else None  # an opaque object with tensors
 
 
 def sizes_of_list(values: list[Any]) -> Sizes:
-    """What a list says if it holds tensors: the size of each for the whole batch, or its own length, or both."""
+    """Returns the possible numbers of samples of a list with tensors: the size of its entries, its length, or both."""
     sizes = agreed(values, strong_sizes)
     if sizes is None:
         return (len(values),) if contains(values, is_array) else None
@@ -139,14 +138,14 @@ def sizes_of_list(values: list[Any]) -> Sizes:
 
 
 def weak_sizes(value: Any) -> Sizes:
-    """What a value without tensors says about the number of samples."""
+    """Returns the possible numbers of samples of a value without tensors, from lists and tuples of strings."""
     if isinstance(value, list) or is_strings(value):
         return (len(value),)
     return agreed(parts_of(value), weak_sizes) if is_collection(value) else None
 
 
 def agreed(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Sizes:
-    """The sizes that all of the values who have a say can have, in the order of the first."""
+    """Returns the sizes that are possible for all values that determine one, in the order of the first such value."""
     result: Sizes = None
     for value in values:
         sizes = opinion(value)
@@ -159,10 +158,10 @@ def agreed(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Sizes:
 
 
 def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]:
-    """Returns a value's part for each span of samples, given by its start and its length."""
+    """Returns a value's part for each span of samples; a span is a start and a length."""
     if isinstance(value, torch.Tensor):
         if value.ndim and value.shape[0] == num_samples:
-            # Not tensor_split: torch forbids to write in place to one of several views that an operation returned.
+            # Not tensor_split: torch forbids in-place writes to a view that an operation returned with other views.
             return [value.narrow(0, start, length) for start, length in spans]
         return [value] * len(spans)
     if isinstance(value, np.ndarray):
@@ -182,13 +181,13 @@ def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]
 
 
 def has_entry_per_sample(values: list[Any]) -> bool:
-    """Whether a list of as many entries as samples has one for each, not values for the whole batch."""
+    """Returns whether a list whose length is the number of samples has one entry per sample."""
     sizes = agreed(values, strong_sizes)
     return not sizes or len(values) not in sizes or are_samples(values)
 
 
 def uncuttable(value: Any, place: str, num_samples: int) -> Iterator[tuple[str, Any]]:
-    """Yields what ``cut`` would come upon but could not cut, and the place of it."""
+    """Yields the path and value of everything that ``cut`` would visit but could not split."""
     if isinstance(value, torch.Tensor):
         if value.is_nested or (value.layout is not torch.strided and value.shape[:1] == (num_samples,)):
             yield place, value
@@ -202,32 +201,32 @@ def uncuttable(value: Any, place: str, num_samples: int) -> Iterator[tuple[str, 
 
 
 def spans_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns for each part where it starts and how long it is."""
+    """Returns the start and the length of each part."""
     return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def is_array(value: Any) -> bool:
-    """Whether the value has rows."""
+    """Returns whether the value is a tensor or array."""
     return isinstance(value, ARRAYS)
 
 
 def is_strings(value: Any) -> bool:
-    """Whether the value is what ``default_collate`` makes of the strings in tuples: a tuple of them."""
+    """Returns whether the value is a tuple of strings, which ``default_collate`` returns for strings."""
     return type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
 
 
 def whole_batch_only(value: Any) -> bool:
-    """Whether the value packs the samples of a batch in a way that cannot be cut."""
+    """Returns whether the value packs the samples of a batch in a form that cannot be split."""
     return isinstance(value, PackedSequence) or (isinstance(value, torch.Tensor) and value.is_nested)
 
 
 def are_samples(values: list[Any]) -> bool:
-    """Whether the entries of a list look like samples that were not collated: collating leaves no numbers in them."""
+    """Returns whether the entries of a list look like uncollated samples: collated samples contain no numbers."""
     return all(has_number_beside_tensor(value) for value in values)
 
 
 def has_number_beside_tensor(value: Any) -> bool:
-    """Whether a collection holds both a tensor and a number or string, not counting those in lists within it."""
+    """Returns whether a collection contains both a tensor and a number or string, ignoring lists inside it."""
     if isinstance(value, torch.Tensor) or not is_collection(value):
         return False
     leaves = list(leaves_of(value))
@@ -237,7 +236,7 @@ def has_number_beside_tensor(value: Any) -> bool:
 
 
 def leaves_of(collection: Any) -> Iterator[Any]:
-    """Yields what a collection and the collections in it hold, lists within it not opened."""
+    """Yields the leaves of a collection and its inner collections; inner lists are leaves."""
     for part in parts_of(collection):
         if is_collection(part) and not isinstance(part, list):
             yield from leaves_of(part)
@@ -246,7 +245,7 @@ def leaves_of(collection: Any) -> Iterator[Any]:
 
 
 def alike(values: list[Any]) -> bool:
-    """Whether the entries of a list may be those of different samples, which are of one kind or missing."""
+    """Returns whether the entries of a list may belong to different samples: equal type, dtype, and ndim, or None."""
     kinds = {
         (type(value), *((value.dtype, value.ndim) if is_array(value) else ())) for value in values if value is not None
     }
@@ -255,7 +254,7 @@ def alike(values: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Vote:
-    """What the value at one place in a batch says about the number of samples."""
+    """Possible numbers of samples of the value at one path of a batch."""
 
     place: str
     value: Any
@@ -263,7 +262,7 @@ class Vote:
 
 
 def votes(value: Any, place: str, opinion: Callable[[Any], Sizes]) -> Iterator[Vote]:
-    """Yields who has a say, for messages: tensors, and lists as one, unless the parts of a list disagree."""
+    """Yields the values that determine the number of samples, for messages. A list is one value if its parts agree."""
     sizes = opinion(value)
     if sizes is None:
         return
@@ -276,7 +275,7 @@ def votes(value: Any, place: str, opinion: Callable[[Any], Sizes]) -> Iterator[V
 
 
 def disagreement(votes: list[Vote], name: str) -> str:
-    """Says why the votes have no size in common."""
+    """Returns an error message that explains why no size is possible for all values."""
     for i, vote in enumerate(votes):
         if not vote.sizes:
             return unsplittable(vote.place, vote.value)
@@ -291,12 +290,12 @@ def disagreement(votes: list[Vote], name: str) -> str:
 
 
 def in_words(sizes: tuple[int, ...]) -> str:
-    """Names the sizes."""
+    """Formats sizes for messages."""
     return " or ".join(map(str, sizes))
 
 
 def unsplittable(place: str, value: Any) -> str:
-    """Says that the value at a place is of a kind that cannot be split."""
+    """Returns an error message for a value that cannot be split."""
     if isinstance(value, torch.Tensor):
         kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     else:

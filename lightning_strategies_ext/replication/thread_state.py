@@ -1,4 +1,4 @@
-"""What torch keeps per thread, handed on: gradient mode, inference mode, autocast, the current device and stream."""
+"""Transfer of torch's thread-local state: gradient mode, inference mode, autocast, current device, and stream."""
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -7,10 +7,10 @@ import torch
 
 
 class ThreadState:
-    """The state of the thread that constructs it.
+    """Snapshot of the state of the thread that creates it.
 
     Args:
-        device: The device whose state counts, besides the CPU's.
+        device: Device whose state is recorded, in addition to the state of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextmanager
     def applied(self) -> Generator[None, None, None]:
-        """Gives the thread that enters it the same state."""
+        """Applies the state to the current thread inside the context."""
         with ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(torch.cuda.device(self._device))
