@@ -1,7 +1,7 @@
-"""Wheels of earlier builds, kept outside of any environment: a directory per key, with the wheel in it.
+"""Cache of wheels from earlier builds, outside any virtual environment, with one directory per key.
 
-A directory appears in one step, when its wheel is complete. So whoever finds one can use it, whatever happened to the
-build that made it or to others that ran at the same time.
+A directory is created atomically after its wheel is complete. A wheel in the cache is therefore usable, regardless of
+interrupted or concurrent builds.
 """
 
 import base64
@@ -22,7 +22,10 @@ _PARTIAL = ".partial-"
 
 
 class WheelCache:
-    """The wheels below one directory.
+    """Cache of wheels in one directory.
+
+    Args:
+        directory: Root of the cache.
 
     Example::
 
@@ -35,25 +38,25 @@ class WheelCache:
         self.directory = directory
 
     def find(self, key: BuildKey) -> Path | None:
-        """The wheel of a key, or None.
+        """Returns the wheel of a key, or None.
 
         Raises:
-            UnsafePathError: If another user could have written it.
+            UnsafePathError: If another user could have written the wheel.
         """
         wheel = next(iter(sorted(self.entry(key).glob("*.whl"))), None)
         return None if wheel is None else user_cache.safe_path(wheel)
 
     def entry(self, key: BuildKey) -> Path:
-        """The directory of a key's wheel, which need not exist."""
+        """Returns the directory of a key's wheel, which may not exist."""
         return self.directory / key.directory_name
 
     @contextmanager
     def lock(self, key: BuildKey, waiting: Callable[[], None]) -> Iterator[None]:
-        """Keeps other builds of the same key out, of this process or another; the system frees it if we die.
+        """Locks a key against other builds, in this process and in others; the kernel unlocks it if the process exits.
 
         Args:
-            key: Which wheel is about to be built.
-            waiting: Called if another build has the lock, before it is waited for.
+            key: Key of the wheel to build.
+            waiting: Callback that is called before a wait for another build.
 
         Raises:
             UnsafePathError: If other users can write to the directory.
@@ -69,7 +72,11 @@ class WheelCache:
             yield
 
     def store(self, key: BuildKey, wheel: Path) -> Path:
-        """Takes a copy of a built wheel, marked with its key; call it with the lock held."""
+        """Stores a copy of a built wheel with the marker of its key. The caller holds the lock.
+
+        Returns:
+            Path of the copy.
+        """
         partial = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}{key.directory_name}-", dir=self.directory))
         try:
             _copy_with_marker(wheel, partial / wheel.name, key)
@@ -81,19 +88,19 @@ class WheelCache:
         return self.entry(key) / wheel.name
 
     def remove(self, key: BuildKey) -> None:
-        """Forgets the wheel of a key."""
+        """Removes the wheel of a key."""
         shutil.rmtree(self.entry(key), ignore_errors=True)
 
     def _remove_partial(self, key: BuildKey) -> None:
-        """What a copy left that was killed while it ran; with the lock held, nobody else is copying."""
+        """Removes incomplete copies of killed processes. Under the lock, no other process is copying."""
         for partial in self.directory.glob(f"{_PARTIAL}{key.directory_name}-*"):
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy_with_marker(source: Path, destination: Path, key: BuildKey) -> None:
-    """Copies a wheel and adds the marker to its dist-info and its RECORD.
+    """Copies a wheel and adds the marker to its dist-info directory and its RECORD.
 
-    In the RECORD, so that pip removes the marker with the rest when Horovod is uninstalled or replaced.
+    Because of the entry in RECORD, pip removes the marker when Horovod is uninstalled or replaced.
     """
     content = key.as_json().encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

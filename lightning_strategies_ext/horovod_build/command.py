@@ -1,4 +1,4 @@
-"""The command: checks, then the installed Horovod, the cache or a build, whichever comes first, then the proof."""
+"""The command ``install-horovod``: checks, installation (from the cache or a build, if needed), and smoke test."""
 
 import argparse
 import signal
@@ -26,11 +26,11 @@ SUCCESS, FAILED, MISSING = 0, 1, 2
 
 
 class InstallError(Exception):
-    """pip could not install the wheel."""
+    """Raised if pip cannot install the wheel."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the command."""
+    """Adds the options of the command to a parser."""
     parser.add_argument("--mpi", action="store_true", help="build with MPI too, to run under mpirun")
     parser.add_argument("--nccl", action="store_true", help="build with CUDA and NCCL, to reduce between GPUs")
     parser.add_argument("--wheel-dir", type=Path, help="where wheels are kept (default: the user's cache directory)")
@@ -38,10 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
-    """Makes ``import horovod.torch`` work in this environment and proves it.
+    """Installs Horovod in this environment, and tests it.
+
+    Args:
+        arguments: Options of the command.
+        console: Console for progress and errors.
 
     Returns:
-        0 if Horovod works, 1 if a step failed, 2 if something is missing that a build needs.
+        Exit code: 0 if Horovod works, 1 if a step failed, 2 if requirements are missing.
     """
     toolchain, missing = find_toolchain(arguments.mpi, arguments.nccl)
     key = BuildKey.here(torch_version() or "", toolchain.mpi, toolchain.cuda)
@@ -78,7 +82,7 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, rebuild: bool, console: Console) -> None:
-    """Leaves the Horovod of this key installed, by the shortest way."""
+    """Installs the Horovod of a key, unless installed; builds its wheel only if the cache has none."""
     if not rebuild and _is_installed(key):
         _say(console, f"Horovod {key.horovod} for torch {key.torch} is installed already.")
         return
@@ -93,12 +97,12 @@ def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, re
 
 
 def _is_installed(key: BuildKey) -> bool:
-    """Whether the installed Horovod is the one of a key, and can be imported as far as files tell."""
+    """Returns whether the installed Horovod matches a key and, according to its files, can be imported."""
     return key.matches(marker()) and horovod_problem() is None
 
 
 def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Console) -> Path:
-    """Builds the wheel outside of the cache and puts it there when it is whole."""
+    """Builds the wheel in a temporary directory, and stores the complete wheel in the cache."""
     log = cache.directory / f"{key.directory_name}.log"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as directory:
         _say(console, f"Fetching the source of Horovod {key.horovod}.")
@@ -110,7 +114,7 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
         try:
             kept = cache.store(key, build_wheel(source, Path(directory), log, toolchain, console))
         except BuildError:
-            raise  # its log is to be read; an interrupted or successful build leaves none
+            raise  # keep the log for the user; interrupted and successful builds delete theirs
         except BaseException:
             log.unlink(missing_ok=True)
             raise
@@ -119,7 +123,7 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
 
 
 def _install(wheel: Path) -> None:
-    """Installs a wheel over whatever Horovod is there, and no other package."""
+    """Installs a wheel without dependencies, and replaces any installed Horovod."""
     command = python_module("pip", "install", "--quiet", "--disable-pip-version-check")
     command += ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -132,7 +136,7 @@ def _install(wheel: Path) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM becomes what Ctrl-C is, so that an ended build leaves no compilers and no temporary files."""
+    """Handles SIGTERM like Ctrl-C inside the context, so that compilers and temporary files are cleaned up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -145,7 +149,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _repeated(arguments: argparse.Namespace) -> str:
-    """The command as the user typed it."""
+    """Returns the command line with the user's options, for messages."""
     options = [f"--{name}" for name in ("mpi", "nccl") if getattr(arguments, name)]
     if arguments.wheel_dir:
         options += ["--wheel-dir", str(arguments.wheel_dir)]
@@ -153,5 +157,5 @@ def _repeated(arguments: argparse.Namespace) -> str:
 
 
 def _say(console: Console, text: str) -> None:
-    """Prints plain text: paths, versions and compilers' messages are full of what rich takes for markup."""
+    """Prints plain text: rich would interpret parts of paths, versions, and compiler output as markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

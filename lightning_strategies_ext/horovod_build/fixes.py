@@ -1,30 +1,30 @@
-"""What is changed in Horovod 0.28.1 so that it builds and runs today. Each fix says why it is needed.
+"""Fixes of Horovod 0.28.1 for current toolchains. Each fix states its reason.
 
-A fix that does not find what it replaces is an error: then the source is not the one it was written for, and a build
-without it would fail much later with a message about C++, or worse, succeed and not load.
+If a fix does not find the text that it replaces, the source is not the expected release, and an error is raised.
+Without the fix, the build would fail much later with a C++ error, or succeed with an extension that cannot be loaded.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Part of the key of a wheel: raise it when a fix changes, so that wheels of the former fixes are built again.
+#: Part of a wheel's key. Increase it when a fix changes, so that wheels are built again.
 REVISION = 2
 
 
 class UnknownSourceError(Exception):
-    """A fix did not find the text that it replaces."""
+    """Raised if a fix does not find the text that it replaces."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One replacement of a text in one file.
+    """Replacement of a text in one file.
 
     Attributes:
-        file: Relative to the root of the source.
-        old: What must stand there.
-        new: What stands there afterwards.
-        reason: Why.
+        file: Path relative to the root of the source.
+        old: Text to replace, which occurs exactly once.
+        new: New text.
+        reason: Reason for the change, for messages.
     """
 
     file: str
@@ -34,12 +34,12 @@ class Fix:
 
 
 def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda: bool = False) -> Iterator[Fix]:
-    """All fixes, in the order in which they are applied.
+    """Yields all fixes, in the order in which they are applied.
 
     Args:
-        cxx_standard: The C++ standard that the headers of the installed torch ask for.
-        library_directories: Where MPI and NCCL lie, if they are not in the environment.
-        with_cuda: Whether CUDA is to be used.
+        cxx_standard: C++ standard that the headers of the installed torch require, such as 17.
+        library_directories: Library directories of MPI and NCCL outside the environment.
+        with_cuda: Whether the build uses CUDA.
     """
     searched = ["$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib", *library_directories]
     for file in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
@@ -111,8 +111,8 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
 
 
 def _fixes_of_hangs() -> Iterator[Fix]:
-    # When another rank is lost, Horovod's own thread fails what is under way and lets go of its tensors. For that torch
-    # takes Python's lock (seen with 2.13), and Horovod does it under locks of its own.
+    # After the loss of another rank, Horovod's background thread fails pending operations and releases their tensors.
+    # For the release, torch acquires the GIL (observed with 2.13), while the thread holds locks of Horovod.
     deadlock = (
         "whoever began an operation then waited for Horovod's locks with Python's, and Horovod's thread for Python's "
         "with its own: the rank hung for ever"
@@ -173,10 +173,19 @@ def _fixes_of_hangs() -> Iterator[Fix]:
 def apply_fixes(
     source: Path, cxx_standard: int, library_directories: Sequence[str] = (), with_cuda: bool = False
 ) -> list[Fix]:
-    """Changes an unpacked source in place and returns what was done.
+    """Applies all fixes to an unpacked source, in place.
+
+    Args:
+        source: Root of the source.
+        cxx_standard: C++ standard that the headers of the installed torch require, such as 17.
+        library_directories: Library directories of MPI and NCCL outside the environment.
+        with_cuda: Whether the build uses CUDA.
+
+    Returns:
+        The applied fixes.
 
     Raises:
-        UnknownSourceError: If a fix does not find exactly one place; nothing is to be built from the source then.
+        UnknownSourceError: If the text of a fix does not occur exactly once; the source must not be built then.
     """
     done = list(fixes(cxx_standard, library_directories, with_cuda))
     for fix in done:

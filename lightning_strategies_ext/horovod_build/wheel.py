@@ -1,7 +1,7 @@
-"""The build of the wheel: pip runs Horovod's own build in the fixed source, and we show how far it is.
+"""Builds the wheel: pip runs Horovod's build in the fixed source, and a progress bar shows its progress.
 
-The compiler prints thousands of lines about unused variables. They go into a log; the terminal shows the phase and a
-count, and the log's end is in the error if the build fails.
+The compiler prints thousands of lines about unused variables. All output goes to a log. The terminal shows the phase
+and a percentage, and the error of a failed build contains the end of the log.
 """
 
 import os
@@ -20,37 +20,40 @@ from lightning_strategies_ext.horovod_build.requirements import Toolchain, cuda_
 from lightning_strategies_ext.horovod_build.source import with_build_packages
 
 _TAIL_LINES = 40
-#: What follows fills more lines than we show: setuptools says where it called CMake, and pip repeats its own command.
+#: Lines after which the log contains no more causes: setuptools prints its call of CMake, and pip its own command.
 _NO_NEWS_AFTER = (
     "-- Configuring incomplete, errors occurred!",
     "ninja: build stopped: subcommand failed.",
     "error: subprocess-exited-with-error",
 )
-#: ninja: "[12/75] Building"; make: "[ 16%] Building".
+#: Progress of ninja, "[12/75] Building", and of make, "[ 16%] Building".
 _STEP = re.compile(r"^\s*\[(?:\s*(?P<done>\d+)/(?P<total>\d+)|\s*(?P<percent>\d+)%)\] ")
-#: Headers that Horovod and its gloo use and do not include.
+#: Headers that Horovod and its copy of gloo use but do not include.
 _HEADERS = (
     *("algorithm", "array", "cstdint", "functional", "map", "memory", "mutex", "stdexcept", "string"),
     *("unordered_map", "unordered_set", "vector"),
 )
-#: The smallest memory per compiler; the largest files of Horovod took 1.5 GB with torch 2.13 and GCC 12.
+#: Memory per compiler process. Horovod's largest files needed 1.5 GB with torch 2.13 and GCC 12.
 _BYTES_PER_COMPILER = 2 * 2**30
 
 
 class BuildError(Exception):
-    """The build failed; the message holds the end of the log."""
+    """Raised if the build fails. The message contains the end of the log."""
 
 
 def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, console: Console) -> Path:
-    """Builds the wheel of an unpacked and fixed source.
+    """Builds a wheel from an unpacked and fixed source.
 
     Args:
-        source: Its root.
-        directory: An existing directory for the wheel and for what only the build needs, such as the packages of
+        source: Root of the source.
+        directory: Existing directory for the wheel and for temporary files; contains the packages of
             :func:`.source.fetch_build_packages`.
-        log: Gets all output.
-        toolchain: What was found here.
-        console: Gets the progress.
+        log: File for all output.
+        toolchain: Tools and libraries of this host.
+        console: Console for the progress bar.
+
+    Returns:
+        Path of the wheel.
 
     Raises:
         BuildError: If the build fails.
@@ -70,7 +73,7 @@ def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, 
 
 
 def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
-    """The environment variables that Horovod's build reads, and no others of its names."""
+    """Returns the environment of the build. Most variables of the user that begin with ``HOROVOD_`` are removed."""
     kept = ("HOROVOD_CMAKE", "HOROVOD_BUILD_", "HOROVOD_NCCL_LINK")
     environment = {
         name: value
@@ -82,19 +85,19 @@ def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
-        # An interrupted pip leaves its temporary files; here they go with the rest.
+        # An interrupted pip does not delete its temporary files; this directory is deleted.
         "TMPDIR": str(directory),
-        # Gloo asks for a policy of CMake 2.8, which CMake 4 has no more; earlier versions do not know the variable.
+        # gloo requires a policy of CMake 2.8, which CMake 4 has removed. Earlier versions ignore the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(_compilers()),
-        # What later versions of GCC and of CUDA no longer include by the way, and headers of that time rely on.
-        # And no warnings: there are thousands, and the one error would drown in them.
+        # Later versions of GCC and CUDA no longer include these headers indirectly, on which older code relies. `-w`
+        # disables warnings, because thousands of them would hide an error.
         "CXXFLAGS": f"{' '.join(f'-include {name}' for name in _HEADERS)} -w {environment.get('CXXFLAGS', '')}".strip(),
     }
     if shutil.which("ninja", path=environment["PATH"]):
         environment["CMAKE_GENERATOR"] = "Ninja"
     if toolchain.mpi:
-        # CMake looks for an MPI of the system first, unless it is told where ours is.
+        # Without MPI_HOME, CMake searches for an MPI of the system first.
         wrapper = Path(shutil.which("mpicxx", path=environment["PATH"]) or "mpicxx")
         environment |= {"HOROVOD_WITH_MPI": "1", "MPI_HOME": str(wrapper.parent.parent)}
     else:
@@ -110,7 +113,7 @@ def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
 
 
 def _nccl_environment(environment: dict[str, str], directory: Path) -> dict[str, str]:
-    """Where NCCL is. pip's package has ``libnccl.so.2`` alone, and the linker looks for ``libnccl.so``."""
+    """Returns variables for NCCL. pip's package has only ``libnccl.so.2``, so a link ``libnccl.so`` is created."""
     root = nccl_directory(environment)
     if root is None or not (library := root / "lib" / "libnccl.so.2").exists():
         return {} if root is None else {"HOROVOD_NCCL_HOME": str(root)}
@@ -122,14 +125,18 @@ def _nccl_environment(environment: dict[str, str], directory: Path) -> dict[str,
 
 
 def _compilers() -> int:
-    """How many compilers run at once: one per processor that we may use, and no more than memory holds."""
+    """Returns the number of concurrent compilers: one per available processor, limited by memory."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(processors, memory // _BYTES_PER_COMPILER))
 
 
 def _run(command: list[str], environment: dict[str, str], log: Path, console: Console) -> tuple[int, list[str]]:
-    """Runs the build in a process group of its own, which is ended whole when we are interrupted."""
+    """Runs the build in its own process group, which is killed if this process is interrupted.
+
+    Returns:
+        Exit code, and the last lines of the output that may show the cause of a failure.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     process = subprocess.Popen(
@@ -166,7 +173,7 @@ def _run(command: list[str], environment: dict[str, str], log: Path, console: Co
 
 
 def _share(line: str) -> float | None:
-    """How much is compiled, if a line of the build says so."""
+    """Returns the compiled fraction that a line of output shows, or None."""
     if (match := _STEP.match(line)) is None:
         return None
     if match["percent"] is not None:
