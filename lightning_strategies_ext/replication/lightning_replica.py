@@ -171,7 +171,7 @@ class ReplicaOptimizer(_StandIn):
     """Proxy of an optimizer in a replica, which steps and zeroes gradients once for all replicas."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Steps once, after all replicas have called it. A closure runs in each, and returns the loss of the batch."""
+        """Steps once, after all replicas have called it. A closure runs in each replica, and the losses are merged."""
         optimizer, context = self.__wrapped__, self._self_context
 
         def act(closures: list[Any], sizes: list[int]) -> Any:

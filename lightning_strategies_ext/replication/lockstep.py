@@ -273,7 +273,7 @@ class Lockstep:
             raise
 
     def _tell_others(self, current: Round, messages: list[Any]) -> None:
-        """Sets the messages of the threads, and sends them unless the threads take turns."""
+        """Sets the next messages of the threads. Sends them immediately, unless functions run sequentially."""
         current.next_messages = messages
         if not self.take_turns:
             self._start_threads()

@@ -1,10 +1,10 @@
 """Updates of torchmetrics metrics with the arguments of all replicas, each for its part of the batch.
 
 Arguments with rows are concatenated, and the metric is updated once. How numbers are merged depends on the metric.
-Metrics of sums, maxima, and minima are updated once per part, as they are once per batch. A mean weights each part by
-its number of samples, or by the weight that the user passed. Any other metric is updated once per part, if its state
-for the batch can be merged from the states for the parts. :mod:`.given_numbers` decides whether a weight belongs to a
-part or to the batch.
+Sums, maxima, and minima combine parts in the same way as batches, so these metrics are updated once per part. A mean
+weights each part by its number of samples, or by the weight that the user passed. Any other metric is updated once per
+part, if its state for the batch can be merged from the states for the parts. :mod:`.given_numbers` decides whether a
+weight belongs to a part or to the batch.
 
 Limitations: Means and sums of a part cannot be distinguished. A number is interpreted according to the metric, so if
 replicas pass means of their parts to a ``SumMetric``, the metric adds them up.
