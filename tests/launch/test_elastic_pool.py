@@ -263,7 +263,7 @@ def test_the_first_exit_is_the_cause_if_the_replacement_exits_too(monkeypatch: p
             worker.replies.append(WorkerDiedError("rank 1 exited with exit code 1", 1, 4711, 1, None))
         return worker.name in ("c", "d")
 
-    monkeypatch.setattr(elastic_pool, "GRACE_S", 0.01)  # d never replies
+    monkeypatch.setattr(elastic_pool, "GRACE_S", 0)  # d never replies
     assert str(Run(2, script).outcome().error).startswith("rank 1 was killed")
 
 
