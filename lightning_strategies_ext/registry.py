@@ -102,7 +102,7 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         "ddp_spawn_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn_elastic:DDPSpawnElasticStrategy"},
         "torch.distributed",
-        "DDP, worker processes, of which one may die in fit and is started anew",
+        "DDP in worker processes; a worker that exits during fit is replaced",
         {"start_method": "forkserver"},
     ),
     NamedStrategy(
@@ -121,7 +121,7 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         "ddp_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
         "torch.distributed",
-        "DDP whose fit goes on from memory when torchrun starts its ranks anew",
+        "DDP whose fit continues from memory after torchrun has restarted its ranks",
     ),
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
@@ -191,14 +191,14 @@ def _whose(row: NamedStrategy, here: str, name: Name) -> str:
     """Returns the front end of a class, and the code for the other front ends that this process can use."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
     names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
-    told = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
-    said = [f"for {_FACES[here][0]}{told[name]}."]
+    package_of = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
+    said = [f"for {_FACES[here][0]}{package_of[name]}."]
     for other in names:
         for there, (front_end, source) in _FACES.items():
             if there in row.classes and (there, other) != (here, name):
                 kind = row.classes[there].rpartition(":")[2]
                 said.append(
-                    f"For {front_end}{told[other]}: from {other.ours}{source} import {kind}; {kind}({arguments})"
+                    f"For {front_end}{package_of[other]}: from {other.ours}{source} import {kind}; {kind}({arguments})"
                 )
     return " ".join(said)
 

@@ -285,7 +285,7 @@ class ElasticFit:
         repeated = max(member.done for member in self._membership.members) - newest.step
         num_new = sum(member.is_new for member in self._membership.members)
         rank_zero_info(
-            f"Elastic training goes on with {len(self._membership.members)} ranks, {num_new} of them new, from the"
+            f"Elastic training continues with {len(self._membership.members)} ranks, {num_new} of them new, from the"
             f" commit at step {newest.step}; {repeated} steps are repeated."
         )
         if shared.world_size != len(self._membership.members):
@@ -457,7 +457,7 @@ class ElasticFit:
         self._saved = self._saved or self._save()
         return (
             f"The state at step {self._commit.step} is in {self._saved}: `trainer.fit(..., ckpt_path='{self._saved}')`"
-            " goes on from there."
+            " continues from there."
         )
 
     def _save(self) -> Path:

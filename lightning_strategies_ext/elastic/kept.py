@@ -231,8 +231,8 @@ class KeptCommit(Commit):
             rest = pickle.dumps((shared, self._rank, self._random, self._own), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise RuntimeError(
-                f"The state of this run cannot be kept for ranks that are started anew: {error}. What callbacks and"
-                " modules put into checkpoints must be picklable, as in any checkpoint."
+                f"The state of this run cannot be kept for restarted ranks: {error}. Make sure that pickle can save the"
+                " state that callbacks and modules put into checkpoints."
             ) from error
         memory, starts_at = self._memory, layout_of(shared.slots)[1]
         is_new = memory is None or self._slots != shared.slots

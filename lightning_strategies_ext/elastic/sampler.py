@@ -178,8 +178,8 @@ def share_out(
         batches = batches.given
     if type(batches) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "`elastic=True` shares out the samples of the training data anew whenever the ranks change, which cannot"
-            f" be done for {_described(loader)}. Use a DataLoader over a dataset with a length, with `batch_size`, and"
+            "`elastic=True` divides the samples of the training data again whenever the ranks change, which cannot be"
+            f" done for {_described(loader)}. Use a DataLoader over a dataset with a length, with `batch_size`, and"
             " leave `Trainer(use_distributed_sampler=True)`."
         )
     batch_size = batch_size_of(batches.batch_size)

@@ -1,9 +1,10 @@
-"""What a rank and the elastic driver, which runs within ``horovodrun``, say to each other.
+"""Requests of a rank to the elastic driver, which runs within ``horovodrun``.
 
-The driver has a key-value store, served over HTTP. A rank that asks it for its slot gets an answer when all ranks that
-are alive have asked and the driver has enough slots. Horovod would ask in C++, within ``hvd.init()``, where a rank that
-is not wanted any more, or that waits for one that never comes, is aborted by ``std::terminate`` (0.28.1). So we ask in
-Python, wait for all ranks of the new world to be there, and only then initialise Horovod.
+The driver serves a key-value store over HTTP. It answers a rank's request for a slot when all running ranks have
+requested one and the driver has enough slots. Horovod would send the request from C++, within ``hvd.init()``, where
+``std::terminate`` aborts a rank that is not needed any more, or that waits for a rank that never joins (0.28.1). This
+module therefore sends the request from Python, waits until all ranks of the new world have done so, and initializes
+Horovod only then.
 """
 
 import os
@@ -35,7 +36,7 @@ _SLOT = (
 )
 #: Our part of the store. The driver empties the store whenever it gives out slots.
 _SCOPE = "lightning_strategies_ext"
-#: How long ranks wait for a new one to come as far as ``fit``, in seconds. It may have died, which nobody tells them.
+#: Seconds that ranks wait for a new rank to reach ``fit``. It may have exited, which no process reports to them.
 JOIN_TIMEOUT_S = 120.0
 #: How long the driver may take to answer what needs no waiting, in seconds.
 ANSWER_TIMEOUT_S = 1.0

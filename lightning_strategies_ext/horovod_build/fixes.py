@@ -114,8 +114,8 @@ def _fixes_of_hangs() -> Iterator[Fix]:
     # After the loss of another rank, Horovod's background thread fails pending operations and releases their tensors.
     # For the release, torch acquires the GIL (observed with 2.13), while the thread holds locks of Horovod.
     deadlock = (
-        "whoever began an operation then waited for Horovod's locks with Python's, and Horovod's thread for Python's "
-        "with its own: the rank hung for ever"
+        "a thread that started an operation then waited for Horovod's locks while it held the GIL, and Horovod's "
+        "thread for the GIL while it held these locks: the rank hung"
     )
     file = "horovod/torch/mpi_ops_v2.cc"
     yield Fix(

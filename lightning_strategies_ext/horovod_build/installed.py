@@ -50,7 +50,7 @@ def what_is_not_fixed() -> str | None:
         return None
     return (
         "The installed Horovod was built by an earlier version of lightning-strategies-ext, and a rank may hang in it"
-        f" for ever when another one is lost. Build it again with: {_command()}"
+        f" after another rank is lost. Build it again with: {_command()}"
     )
 
 

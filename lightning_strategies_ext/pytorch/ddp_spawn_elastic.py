@@ -103,7 +103,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         super().__init__(*args, **kwargs)
         if self._start_method == "fork":
             raise ValueError(
-                "`start_method='fork'` with `elastic=True`: a worker is started anew in the middle of training, when"
+                "`start_method='fork'` with `elastic=True`: a worker is restarted in the middle of training, when"
                 " this process has threads that a fork would break. Use 'forkserver' or 'spawn'."
             )
         self._named_backend = self._process_group_backend
@@ -141,7 +141,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         if self.restart_policy.min_workers > self.num_processes:
             raise ValueError(
                 f"`min_workers={self.restart_policy.min_workers}`, and there are {self.num_processes} workers at most:"
-                " they would wait for ever. Ask for more workers, or give a smaller `min_workers`."
+                " training would never start. Use more workers, or a smaller `min_workers`."
             )
         super().check_before_launch(trainer)
 

@@ -269,7 +269,7 @@ class CommunicationMonitor(Callback):
 
     def _give_up(self, error: Exception) -> None:
         self._leave()
-        log.warning("CommunicationMonitor ends, and training goes on: %s: %s", type(error).__name__, error)
+        log.warning("CommunicationMonitor ends, and training continues: %s: %s", type(error).__name__, error)
 
     # --- on rank 0 ---
 

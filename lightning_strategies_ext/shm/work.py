@@ -125,7 +125,9 @@ class ShmWork(Work):
             self._execution.unclaimed.pop(self, None)
         seconds = timeout.total_seconds()
         if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
-            raise DistBackendError(f"{self.name}: {self.state} in {timeout}. It goes on, and can be waited for again.")
+            raise DistBackendError(
+                f"{self.name}: {self.state} in {timeout}. It continues, and can be waited for again."
+            )
         self.check()
         return True
 

@@ -83,9 +83,9 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
     for name in ONCE_ONLY:
         if ddp_kwargs.get(name) is not None:
             raise ValueError(
-                f"Other parameters of {type(module).__name__} need gradients than when it was put into DDP, which would"
-                f" have to be made anew, and cannot with `{name}={ddp_kwargs[name]!r}`. Leave that out, or let the same"
-                " parameters need gradients from the beginning to the end."
+                f"Other parameters of {type(module).__name__} need gradients than when DDP wrapped it. DDP cannot wrap"
+                f" it again with `{name}={ddp_kwargs[name]!r}`. Omit that argument, or let the same parameters need"
+                " gradients during the whole training."
             )
     # State that torch keeps for any module, such as hooks, and the flag that `no_sync` sets.
     of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}

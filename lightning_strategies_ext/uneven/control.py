@@ -265,8 +265,8 @@ class UnevenInputsControl:
         self._check_batches_are_drawn_for_the_step(fetcher)
         if self._way == "join" and not min(self._lengths):
             raise UnevenInputsError(
-                f"`uneven_inputs='join'`: a rank without any training batch has none to go on with: {self._listed()}."
-                " Give each rank one batch at least."
+                f"`uneven_inputs='join'`: a rank has no training batch that it could repeat: {self._listed()}."
+                " Give each rank at least one batch."
             )
         agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
         rank_zero_info(
@@ -290,7 +290,7 @@ class UnevenInputsControl:
         if not _draws_for_the_step(fetcher):
             raise UnevenInputsError(
                 f"`uneven_inputs={self._way!r}` with `training_step(self, dataloader_iter)`: the step draws the batches"
-                " itself, so that nobody else can say when they end. Take the batch as an argument."
+                " itself, so the strategy cannot detect their end. Take the batch as an argument."
             )
 
     def _use(self, fetcher: EvenFetcher, agreed: float) -> None:
@@ -330,9 +330,9 @@ class UnevenInputsControl:
         short = [rank for rank in range(self._world_size) if not has_next[rank]]
         if self._way == "error":
             if len(set(numbers)) > 1 or 0 < len(short) < self._world_size:
-                who = ", ".join(f"rank {rank} after {numbers[rank]}" for rank in short)
+                ended = ", ".join(f"rank {rank} after {numbers[rank]}" for rank in short)
                 raise UnevenInputsError(
-                    f"Ranks have run out of training batches while others have more: {who}. {ADVICE}"
+                    f"Ranks have run out of training batches while others have more: {ended}. {ADVICE}"
                 )
             return
         self._fetcher.note_short(short, numbers[0])

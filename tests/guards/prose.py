@@ -16,11 +16,26 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parents[2]
 #: Rewritten so far; the others follow.
 CONVERTED = (
+    "lightning_strategies_ext/_lightning",
     "lightning_strategies_ext/_system",
+    "lightning_strategies_ext/collectives",
     "lightning_strategies_ext/elastic/membership.py",
     "lightning_strategies_ext/elastic/restarted.py",
+    "lightning_strategies_ext/fabric",
     "lightning_strategies_ext/failure",
     "lightning_strategies_ext/launch",
+    "lightning_strategies_ext/monitoring",
+    "lightning_strategies_ext/__init__.py",
+    "lightning_strategies_ext/__main__.py",
+    "lightning_strategies_ext/checkpoints.py",
+    "lightning_strategies_ext/checks.py",
+    "lightning_strategies_ext/discovery.py",
+    "lightning_strategies_ext/exceptions.py",
+    "lightning_strategies_ext/gradients.py",
+    "lightning_strategies_ext/host_store.py",
+    "lightning_strategies_ext/nested.py",
+    "lightning_strategies_ext/rank_variables.py",
+    "lightning_strategies_ext/registry.py",
     "lightning_strategies_ext/stage_context.py",
     "docs/glossary.md",
 )

@@ -224,7 +224,7 @@ def start_with_build_of_earlier_version() -> list[str]:
 def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert installed.what_is_not_fixed() is None, "neither the one that was just built, nor one of another origin"
     said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
-    assert "a rank may hang in it for ever when another one is lost" in said
+    assert "a rank may hang in it after another rank is lost" in said
     assert said.endswith(f"Build it again with: {COMMAND} --mpi")
     assert in_doctor.endswith(", to be built again")
 

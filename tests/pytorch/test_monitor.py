@@ -269,7 +269,7 @@ def test_nobody_hangs_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     assert "this rank has had enough" in (second.error or "")
     assert first.error is not None
-    assert "CommunicationMonitor ends, and training goes on: OSError: the disk is full" in first.output
+    assert "CommunicationMonitor ends, and training continues: OSError: the disk is full" in first.output
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]  # what had come so far
 
 

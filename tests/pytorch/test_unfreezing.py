@@ -382,6 +382,6 @@ def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
 @pytest.mark.forked
 def test_what_ddp_can_do_once_only_is_refused():
     model = in_ddp()
-    begin = "Other parameters of Linear need gradients than when it was put into DDP"
-    with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Leave that out"):
+    begin = "Other parameters of Linear need gradients than when DDP wrapped it"
+    with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Omit that argument"):
         wrap_again(model, torch.device("cpu"), mixed_precision="anything")
