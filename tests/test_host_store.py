@@ -422,8 +422,8 @@ def test_ranks_that_we_start_on_one_host_listen_for_gloo_and_horovod_alone_on_th
     assert ran.returncode == 0, ran.stderr
     listeners = [json.loads(line) for line in re.findall(r"listens (\[.*\])", ran.stdout)]
     assert sorted(rank for rank, _ in listeners) == sorted([0, 1] * len(names)), ran.stdout
-    for rank, addresses in listeners:  # gloo listens for what `shm` does not carry, and rank 0 for Horovod's rendezvous
-        assert len(addresses) <= (2 if names == ["horovod_ext"] and rank == 0 else 1), listeners
+    for rank, addresses in listeners:  # Horovod's gloo, and on rank 0 its rendezvous; torch's gloo no longer listens
+        assert len(addresses) <= (0 if names != ["horovod_ext"] else 2 if rank == 0 else 1), listeners
         assert {address for address, _ in addresses} <= {"127.0.0.1"}, listeners
 
 

@@ -4,8 +4,8 @@ gloo connects the ranks of a process group with each other while the group is cr
 rank listened open afterwards.
 """
 
-import ctypes
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,9 +15,6 @@ from typing import NamedTuple
 import psutil
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# linux/filter.h and asm-generic/socket.h: a program of one instruction, which keeps 0 bytes of each packet.
-_SO_ATTACH_FILTER = 26
-_KEEP_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)
 _ESTABLISHED = "01"
 
 
@@ -25,10 +22,12 @@ class _Loop(NamedTuple):
     """Descriptors of one event loop of gloo.
 
     Attributes:
+        epoll: Descriptor of its ``epoll``.
         listener: Socket at which this rank listens.
         pairs: Connections with the other ranks.
     """
 
+    epoll: int
     listener: int
     pairs: list[int]
 
@@ -38,8 +37,7 @@ def restrict_gloo(*, is_one_host: bool) -> Iterator[None]:
     """Restricts the gloo process groups that this process creates in the block.
 
     - If all ranks are on one host, they connect over the loopback interface, unless ``GLOO_SOCKET_IFNAME`` is set.
-    - After the block, the kernel drops what arrives at the ports at which this rank listened, so that no process can
-      use up the descriptors of this rank.
+    - After the block, this rank no longer listens: other processes could use up its descriptors.
     - Each connection with a process of this host leads to a process of this user.
 
     The last two need Linux and ``/proc``.
@@ -61,7 +59,7 @@ def restrict_gloo(*, is_one_host: bool) -> Iterator[None]:
             os.environ.pop(_INTERFACE, None)
     loops = _gloo_loops()
     for loop in [loops[listener] for listener in loops.keys() - before]:
-        _drop_packets(loop.listener)
+        _close_listener(loop)
         for pair in loop.pairs:
             _check_user(pair)
 
@@ -116,13 +114,16 @@ def _gloo_loop(epoll_fd: int) -> _Loop | None:
                 (listeners if is_listening else pairs).append(fd)
     except OSError:  # closed by another thread
         return None
-    return _Loop(listeners[0], pairs) if len(listeners) == 1 else None
+    return _Loop(epoll_fd, listeners[0], pairs) if len(listeners) == 1 else None
 
 
-def _drop_packets(listener: int) -> None:
-    program = ctypes.create_string_buffer(_KEEP_NOTHING, len(_KEEP_NOTHING))
-    with _duplicate(listener) as duplicate, suppress(OSError):  # some sandboxes have no socket filters
-        duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+def _close_listener(loop: _Loop) -> None:
+    """Closes a listener. Its descriptor, which gloo unregisters and closes later, becomes an idle eventfd."""
+    placeholder = os.eventfd(0)
+    os.dup2(placeholder, loop.listener, inheritable=False)
+    os.close(placeholder)
+    with select.epoll.fromfd(os.dup(loop.epoll)) as epoll:
+        epoll.register(loop.listener, 0)
 
 
 def _check_user(pair: int) -> None:
