@@ -60,12 +60,8 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         said = rendezvous.announce({"problem": problem, "compiled": library is not None}, deadline)
         local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
         leaders = _leaders_of(said)
-        between = None
         with restrict_gloo(is_one_host=len(leaders) == 1):
             gloo = GlooBeside(dist.PrefixStore("gloo", store), rank, size, timeout)
-            if len(leaders) > 1 and rank in leaders:
-                prefix = dist.PrefixStore("leaders", store)
-                between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
@@ -88,6 +84,11 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     has_library = all(words["compiled"] for words in said)
     if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
         compiled = CompiledAllReduce(library, place, peers, links, segments)
+    between = None
+    if len(leaders) > 1 and rank in leaders:
+        with restrict_gloo(is_one_host=False):
+            prefix = dist.PrefixStore("leaders", store)
+            between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
     share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
     return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, share_memory, gloo, between)
 

@@ -1,4 +1,4 @@
-"""gloo's ports after the ranks have connected, the interface of gloo, and a rank whose place another user takes."""
+"""gloo's listeners after the ranks have connected, its interface, and a rank whose place another user takes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from lightning_strategies_ext.torch_distributed.compression.levels import Levels
 from tests.support.ranks import REPOSITORY, run_command, run_ranks
 
 STRANGER = 65_500
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's filters and lists are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="restricts gloo on Linux only")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, and mount a file")
 
 
