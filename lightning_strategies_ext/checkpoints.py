@@ -58,18 +58,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
 
-class SavesWholeCheckpoints:
-    """Mixin that makes :class:`WholeCheckpointIO` the default plugin; precedes Lightning's class among the bases."""
+def _get(strategy: Any) -> CheckpointIO:
+    """Plugin that writes and reads checkpoints."""
+    plugin: CheckpointIO = strategy_parts.checkpoint_io_of(strategy, WholeCheckpointIO)
+    return plugin
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Plugin that writes and reads checkpoints."""
-        checkpoint_io: CheckpointIO = strategy_parts.checkpoint_io_of(self, WholeCheckpointIO)
-        return checkpoint_io
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        strategy_parts.set_checkpoint_io(self, io)
+#: Property of strategies that makes :class:`WholeCheckpointIO` the default plugin.
+whole_checkpoint_io = property(_get, strategy_parts.set_checkpoint_io)
 
 
 @contextmanager

@@ -150,28 +150,25 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
 _FACES = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
 
 
-class Registered:
-    """Mixin of every strategy in the table; precedes Lightning's class among the base classes."""
+def register_class(strategy_class: type, strategy_registry: Any) -> None:
+    """Registers a class under its names, for code that fills another registry."""
+    for row in STRATEGIES:
+        if _path_for_lightning(strategy_class) in row.classes.values() and row.name not in strategy_registry:
+            strategy_registry.register(row.name, strategy_class, description=row.description, **row.init_params)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills another registry."""
+
+def describe(strategy: object) -> str:
+    """Returns a representation with the code for the other front end and for the other name of Lightning.
+
+    A front end rejects strategies of another front end with a message that quotes their representation, before it
+    calls any of their methods.
+    """
+    for kind in type(strategy).__mro__:
         for row in STRATEGIES:
-            if _path_for_lightning(cls) in row.classes.values() and row.name not in strategy_registry:
-                strategy_registry.register(row.name, cls, description=row.description, **row.init_params)
-
-    def __repr__(self) -> str:
-        """Returns a representation with the code for the other front end and for the other name of Lightning.
-
-        A front end rejects strategies of another front end with a message that quotes their representation, before it
-        calls any of their methods.
-        """
-        for kind in type(self).__mro__:
-            for row in STRATEGIES:
-                for here in _FACES:
-                    if row.classes.get(here) == _path_for_lightning(kind):
-                        return f"{object.__repr__(self)[:-1]}, {_whose(row, here, name_of(kind.__module__))}>"
-        return object.__repr__(self)
+            for here in _FACES:
+                if row.classes.get(here) == _path_for_lightning(kind):
+                    return f"{object.__repr__(strategy)[:-1]}, {_whose(row, here, name_of(kind.__module__))}>"
+    return object.__repr__(strategy)
 
 
 def name_with(strategy_class: type, **init_params: Any) -> str | None:

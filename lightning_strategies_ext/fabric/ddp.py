@@ -1,6 +1,6 @@
 """DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import NoneType
@@ -11,7 +11,6 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -27,34 +26,27 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_here,
 )
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.fabric.ending import EndsTogether
-from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
+from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
-from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
-from lightning_strategies_ext.torch_distributed.gradient_sync import (
-    GradientSync,
-    check_ddp_kwargs,
-    explain_unused_parameters,
-)
+from lightning_strategies_ext.torch_distributed.feature import FeatureContext
+from lightning_strategies_ext.torch_distributed.features import Features
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
-    TrainableParameters,
+    check_ddp_kwargs,
     records_graph,
-    wrap_again,
     wrap_in_ddp,
 )
 
 
-class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
+class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
     """Multi-process data parallelism under Fabric.
 
     Args:
@@ -193,18 +185,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         if self._ddp_kwargs.get("init_sync", True):
             check_is_same(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
-        compressed = self._gradient_sync.begin_compression(model)
-        self._gradient_sync.register_hook(model, compressed)
-        model.exchange_directly(self._ddp_kwargs)
-
-        def train_others(model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-            check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
-            wrap_again(model, self.root_device, **self._ddp_kwargs)
-            self._gradient_sync.register_hook(model, compressed)
-            if isinstance(model, DistributedModel):
-                model.exchange_directly(self._ddp_kwargs)
-
-        TrainableParameters(model, train_others)
+        context = FeatureContext(self._gradient_sync, self._ddp_kwargs, self.root_device, self.collectives)
+        Features.start(context, model)
         BackwardPasses(model)
         return model
 

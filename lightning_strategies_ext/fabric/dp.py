@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -27,7 +27,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallelStrategy):
+class DataParallelStrategy(FabricDataParallelStrategy):
     """Single-process data parallelism under Fabric.
 
     Args:
@@ -73,6 +73,18 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
         self._take_turns = take_turns
         self._num_nodes = 1
         self._backward_sync_control = _NothingToSync()
+
+    checkpoint_io = whole_checkpoint_io
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills another registry."""
+        register_class(cls, strategy_registry)
+
+    @override
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     @override

@@ -8,7 +8,6 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from torch.nn import Module
@@ -17,11 +16,9 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.fabric.ending import EndsTogether
-from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
+from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import (
@@ -34,11 +31,10 @@ from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
-from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
-class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricParallelStrategy):
+class HorovodStrategy(ParallelStrategy):
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:

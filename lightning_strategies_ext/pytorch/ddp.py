@@ -13,7 +13,7 @@ more ranks over ``shm`` they are equal up to rounding, because ``shm`` sums in a
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -23,22 +23,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
@@ -61,11 +61,11 @@ from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
-from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
-from lightning_strategies_ext.pytorch.compressed import Compressed
+from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization, StaticGraph
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
-from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
+from lightning_strategies_ext.torch_distributed.compression.exchange import is_stateless
 from lightning_strategies_ext.torch_distributed.compression.options import (
     BFloat16,
     Compression,
@@ -76,15 +76,17 @@ from lightning_strategies_ext.torch_distributed.compression.options import (
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
+from lightning_strategies_ext.torch_distributed.feature import FeatureContext
+from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
-    ModelAveraging,
     advise_static_graph,
-    check_ddp_kwargs,
     explain_unused_parameters,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed.wrapping import (
+    check_ddp_kwargs,
     check_has_trainable_parameters,
     records_graph,
     wrap_in_ddp,
@@ -96,7 +98,7 @@ _OURS = __name__.partition(".")[0]
 _ALONE = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
-class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
+class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     """Multi-process data parallelism on one or several hosts.
 
     Args:
@@ -122,6 +124,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
+
+    Attributes:
+        exchange_state: Final states of the exchange's features after ``fit``, for checkpoints that are saved later.
 
     Raises:
         TypeError: If an argument is unknown or has the wrong type.
@@ -162,7 +167,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         process_group.check_timeout(timeout)
         check_ddp_kwargs(kwargs, may_search=True)
         uneven = None if uneven_inputs == "error" else uneven_inputs
-        self._take_bucket_size(kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven)
+        self._tunes_buckets = take_auto(
+            kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven
+        )
         self._gradient_sync = GradientSync(
             ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
         )
@@ -182,7 +189,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._timeout = timeout
         self._start_method = start_method
         self._uneven_inputs = uneven_inputs
-        self._averaging: ModelAveraging | None = None
+        self._features = Features()
+        self.exchange_state: dict[str, Any] | None = None
+        self._restored: Mapping[str, Any] = {}  # states of features, until a model is wrapped
         self._worker: WorkerContext | None = None
         self._has_set_aside = False
 
@@ -216,6 +225,12 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             return ("bf16", "powersgd", "localsgd")
         return ("powersgd", "localsgd") if isinstance(compression, (BFloat16, Float16)) else ()
 
+    @property
+    @override
+    def num_bytes_exchanged(self) -> int | None:
+        """Bytes that this rank has passed to a compressed exchange so far; None without compression."""
+        return self._features.num_bytes_exchanged
+
     # --- environment, launch ---
 
     @override
@@ -230,7 +245,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             assert self.parallel_devices is not None
             self._set_rank_info(_ALONE, self.parallel_devices[0])
             self.set_world_ranks()
-        self._check_precision(self._gradient_sync.compression)
+        self._check_precision()
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
             check_start_method_here(self._start_method)
@@ -310,6 +325,21 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
         self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
+
+    def _check_precision(self) -> None:
+        """Rejects stateful compressions if gradients are scaled: residuals of different scales do not add up.
+
+        Raises:
+            ValueError: If the compression is stateful and the precision plugin scales gradients.
+        """
+        compression, precision = self._gradient_sync.compression, self.precision_plugin
+        if is_stateless(compression) or not isinstance(precision, MixedPrecision) or precision.scaler is None:
+            return
+        raise ValueError(
+            f"`compression={compression!r}` does not go with `precision={precision.precision!r}`, which scales"
+            " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
+            " 'bf16' or 'fp16'."
+        )
 
     def _check_batch_norm(self, module: Module) -> None:
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
@@ -393,9 +423,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
-            self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
-            if self._compressed is not None:
-                self._compressed.attach(inner)
+            self._features.attach(inner)
         trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
@@ -420,13 +448,42 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         share = None if self._uneven_inputs == "error" else Share()
-        self._begin_compression(self._gradient_sync.begin_compression(ddp_model, self._timeout))
-        self._gradient_sync.register_hook(ddp_model, self._compressed, share)
         self._world.gradient_exchange = DDPExchange(ddp_model, share or Share())
-        self._begin_to_try_buckets(ddp_model)
-        ddp_model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
-        self._look_after_unfreezing(ddp_model, share)
+        context = FeatureContext(
+            self._gradient_sync,
+            {**self._ddp_kwargs},
+            self.root_device,
+            self.collectives,
+            share,
+            self._timeout,
+            self.num_processes,
+            self._tunes_buckets,
+            self._averages_of_model,
+            self._on_rebuild,
+        )
+        assert self.lightning_module is not None
+        manual = (StaticGraph if ddp_model.static_graph else ManualOptimization)(self.lightning_module)
+        self._features.close()
+        self._features = Features.start(context, ddp_model, manual)
+        self._features.load_state_dict(self._restored)
+        self._restored, self.exchange_state = {}, None
         return ddp_model
+
+    def _on_rebuild(self) -> None:
+        if self._observer is not None:
+            self._observer.exchange_changes()
+
+    def _averages_of_model(self) -> list[Module]:
+        """Returns averages of the model in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
+        module = self.lightning_module
+        trainer = None if module is None else user_modules.trainer_of(module)
+        callbacks: list[Callback] = [] if trainer is None else trainer.callbacks
+        held = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, Module)]
+        return [
+            each
+            for each in held
+            if each is not module and (isinstance(each, AveragedModel) or type(each) is type(module))
+        ]
 
     @override
     def model_to_device(self) -> None:
@@ -461,59 +518,35 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             yield
 
     @override
+    def _before_train_step(self) -> None:
+        super()._before_train_step()
+        for before_step in self._features.before_step:
+            before_step()
+
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepares DDP for a backward pass, under manual optimization; automatic optimization does not need it.
+        """Prepares the exchange of gradients.
 
         Raises:
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
             RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
         """
-        self._check_unfreezing()
         if self._world.uneven_inputs is not None:
             self._world.uneven_inputs.before_backward()
-        if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
-            if isinstance(self.model, DistributedModel) and self.model.is_exchanged_directly:
-                self.model.prepare_for_backward()
-            else:
-                prepare_for_backward(self.model, closure_loss)
-                self._queue_exchange_of_first_pass(self.model, closure_loss)
-        if self._bucket_search is not None:
-            self._bucket_search.begin_pass()
+        for before_backward in self._features.before_backward:
+            before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Exchanges the gradients of the first backward pass of a static graph, under manual optimization.
+        """Ends the exchange of gradients, which DDP has already waited for.
 
         Raises:
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
-        if isinstance(self.model, DistributedDataParallel) and self.model.static_graph:
-            self._exchange_first_pass(self.model)
-        if self._bucket_search is not None:
-            assert isinstance(self.model, DistributedDataParallel)
-            self._bucket_search.end_pass(self.model.require_backward_grad_sync)
+        for after_backward in self._features.after_backward:
+            after_backward()
         if self._world.uneven_inputs is not None:
             self._world.uneven_inputs.after_backward()
-
-    @staticmethod
-    def _queue_exchange_of_first_pass(model: DistributedDataParallel, loss: Tensor) -> None:
-        # At the end of the backward pass, so that `on_after_backward` receives averaged gradients.
-        def queue(_: Tensor) -> None:
-            if records_graph(model):
-                Variable._execution_engine.queue_callback(model.reducer._delay_all_reduce)  # type: ignore[attr-defined]
-                model._static_graph_delay_allreduce_enqueued = True
-
-        if records_graph(model) and loss.requires_grad:
-            loss.register_hook(queue)
-
-    def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
-        # Needed if the user's `backward` has computed the gradients of another loss. In the first pass, DDP records the
-        # graph and exchanges all gradients at the end. The output of DDP's forward triggers that exchange, but a manual
-        # backward pass starts within forward.
-        if self._is_automatic_optimization or not records_graph(model):
-            return
-        model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-        model._static_graph_delay_allreduce_enqueued = True
 
     @override
     def optimizer_step(
@@ -530,12 +563,72 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
-        for exchange in (self._averaging, self._compressed):
-            if exchange is not None:
-                exchange.after_step(optimizer)
+        for after_optimizer_step in self._features.after_optimizer_step:
+            after_optimizer_step(optimizer)
         if self._observer is not None and self._gradient_sync.averages_models is not None:
             self._observer.exchanged(begin_ns, begin_ns, time.time_ns(), 0, is_of_models=True)
         return output
+
+    @property
+    @override
+    def _parameter_tracker(self) -> Unfreezing | None:
+        return self._features.find(Unfreezing)
+
+    # --- evaluation, checkpoints ---
+
+    def _synchronize(self) -> bool:
+        """Makes the models of all ranks equal. Collective; not after a failure of this rank.
+
+        Returns:
+            Whether the models are equal.
+        """
+        if self._world.local_collectives is not None:
+            return False
+        self._features.synchronize()
+        return True
+
+    @override
+    def on_validation_start(self) -> None:
+        """Makes the models of all ranks equal, so that all ranks validate the same model."""
+        super().on_validation_start()
+        self._synchronize()
+
+    @override
+    def on_train_end(self) -> None:
+        """Makes the models of all ranks equal, and keeps the state of the exchange for later checkpoints."""
+        super().on_train_end()
+        if self._synchronize():
+            self.exchange_state = move_data_to_device(self._features.state_dict(), torch.device("cpu")) or None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state, after making the models of all ranks equal. Collective with local SGD."""
+        self._synchronize()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns an optimizer's state; the first also contains the exchange's. Collective with compression.
+
+        torch's optimizers ignore further keys of a state.
+        """
+        states: Mapping[str, Any] = {}
+        if optimizer is self.optimizers[0]:
+            states = self.exchange_state or {}
+            if self._world.local_collectives is None:
+                states = self._features.state_dict() or states  # before the optimizer's, which it may change
+        return {**super().optimizer_state(optimizer), **states}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the states of the optimizers and of the exchange; defers the latter until the exchange exists."""
+        super().load_optimizer_state_dict(checkpoint)
+        first: Mapping[Any, Any] = next(iter(checkpoint["optimizer_states"]), {})
+        states = {key: state for key, state in first.items() if str(key).startswith(f"{_OURS}.")}
+        if isinstance(self.model, DistributedDataParallel):
+            self._features.load_state_dict(states)
+        else:
+            self._restored = states
 
     # --- exception, teardown ---
 
@@ -561,9 +654,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
-        self._averaging = None
-        self._end_trying_buckets()
-        self._end_compression()
+        self._features.close()
+        self._features = Features()
         super().teardown()
         if self._has_set_aside:
             self._has_set_aside = False
@@ -574,16 +666,11 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     def _ends_with_teardown(self) -> bool:
         return self._worker is None
 
-    @property
-    def _is_automatic_optimization(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.automatic_optimization
-
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            "_averaging": None,
-            "_compressed": None,
+            "_features": Features(),
             "exchange_state": None,
             "_worker": None,
         }

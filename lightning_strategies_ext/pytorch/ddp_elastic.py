@@ -22,11 +22,11 @@ from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.options import check_can_change, check_commit_interval
 from lightning_strategies_ext.elastic.restarted import RestartedMembership
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
-from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.registry import UnavailableHereError
 
 
-class DDPElasticStrategy(Elastic, DDPStrategy):
+class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
     """DDP under ``torchrun --max-restarts``: restarted ranks continue from a commit in the host's memory.
 
     The script needs no changes. When a rank is lost, the other ranks exit and torchrun restarts all of them. ``fit``

@@ -37,7 +37,7 @@ from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.protocol import RankAssignment
 from lightning_strategies_ext.launch.strategy_protocols import WorkerMembership
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
-from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
@@ -47,7 +47,7 @@ from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProg
 CONNECT_S = 10.0
 
 
-class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
+class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     """Data parallelism in workers on one host, with a ``fit`` that continues after the exit of a worker.
 
     ``uneven_inputs`` is "join" by default and may be "stop". Other stages run as in :class:`.DDPSpawnStrategy`. The
@@ -269,7 +269,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
         super().leave_world(agreed=agreed)
-        self._end_compression()  # after the abort of the groups, because closing a group waits for its operations
+        self._features.close()  # after the abort of the groups, because closing a group waits for its operations
 
     @override
     def fall_silent(self) -> None:

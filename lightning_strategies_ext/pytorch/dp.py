@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -42,7 +42,7 @@ T = TypeVar("T")
 @strategy_parts.refuse_compiled_module(
     "Pass the module that is not compiled, or use `strategy='ddp_ext'`, which trains compiled modules."
 )
-class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy):
+class DataParallelStrategy(LightningParallelStrategy):
     """Single-process data parallelism.
 
     Args:
@@ -92,6 +92,18 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
         self._take_turns = take_turns
         self._num_nodes = 1
         self._has_set_aside = False
+
+    checkpoint_io = whole_checkpoint_io
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills another registry."""
+        register_class(cls, strategy_registry)
+
+    @override
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     @override

@@ -1,14 +1,15 @@
-"""Elastic: mixin for strategies whose ``fit`` may pass through several worlds.
+"""ElasticStrategy: base class of strategies whose ``fit`` may pass through several worlds.
 
-:mod:`lightning_strategies_ext.elastic` implements elastic training. The mixin precedes the strategy among the base
-classes, and the subclass implements ``take_rank``, ``enter_world``, ``fall_silent``, and ``membership``.
+:mod:`lightning_strategies_ext.elastic` implements elastic training. The class precedes the strategy that it makes
+elastic among the base classes, and the subclass implements ``take_rank``, ``enter_world``, ``fall_silent``, and
+``membership``.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -22,18 +23,12 @@ from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership, peers_of
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.pytorch.parallel import where_in
-
-if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
-    from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
-    from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
-else:
-    _Base = object
+from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, where_in
 
 
-class Elastic(_Base):
-    """Mixin of the elastic strategies of all engines."""
+class ElasticStrategy(ParallelStrategy, ABC):
+    """Base class of the elastic strategies of all engines; precedes the strategy that it makes elastic."""
 
     _fit: ElasticFit | None
     _commit_every_n_steps: int
@@ -60,7 +55,7 @@ class Elastic(_Base):
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
         comes_to_others = not self.membership.has_joined
-        commit = Commit(1 if comes_to_others else cast("StrategyWithWorkers", self).num_processes)
+        commit = Commit(1 if comes_to_others else cast(StrategyWithWorkers, self).num_processes)
         self._make_fit(trainer, next_fit_number(), commit, has_begun=comes_to_others)
 
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
@@ -101,17 +96,13 @@ class Elastic(_Base):
 
     def _follow_added_parameters(self) -> None:
         assert self.lightning_module is not None
-        exchange, model = self._exchange_of_gradients
-        added = exchange.find_added(model)
+        tracker = self._parameter_tracker
+        assert tracker is not None
+        added = tracker.find_added(self.model)
         if self.reduce_boolean_decision(bool(added), all=False):
             check_is_same(self.collectives, self.lightning_module, self.root_device, is_trained=True)
             self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
-            exchange.follow_added(model)
-
-    @property
-    def _exchange_of_gradients(self) -> tuple[Any, Any]:
-        """Object that tracks the parameters whose gradients are exchanged, and the model for its methods."""
-        return cast("Unfreezing", self)._trainable, self.model
+            tracker.follow_added(self.model)
 
     def leave_world(self, *, agreed: bool) -> None:
         """Leaves the world.

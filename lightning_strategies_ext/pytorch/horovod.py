@@ -419,6 +419,13 @@ class HorovodStrategy(ParallelStrategy):
         if name_of_barrier(*args, **kwargs) == "Trainer.save_checkpoint":
             self._share_buffers(is_known_to_match=False)
 
+    @property
+    @override
+    def _parameter_tracker(self) -> GradientExchange | None:
+        exchange = self._world.gradient_exchange
+        assert exchange is None or isinstance(exchange, GradientExchange)
+        return exchange
+
     # --- teardown ---
 
     @override

@@ -14,13 +14,13 @@ from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
-from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 from lightning_strategies_ext.registry import UnavailableHereError
 from lightning_strategies_ext.stage_context import StageContext
 
 
-class HorovodElasticStrategy(Elastic, HorovodStrategy):
+class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     """Data parallelism over Horovod with ranks that may fail, leave, and join during ``fit``.
 
     It requires ``horovodrun`` with a discovery script. ``uneven_inputs`` is "join" by default and may be "stop".
@@ -139,11 +139,6 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         # In `fit`, only the ranks that have received a SIGTERM leave.
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
-
-    @property
-    @override
-    def _exchange_of_gradients(self) -> tuple[Any, Any]:
-        return self._world.gradient_exchange, self.lightning_module
 
     @override
     def fall_silent(self) -> None:

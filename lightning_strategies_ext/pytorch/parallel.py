@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -43,7 +43,7 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     name_of_barrier,
 )
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.checkpoints import whole_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
@@ -52,18 +52,29 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl
 
 T = TypeVar("T")
 
+
+class ParameterTracker(Protocol):
+    """Part of a gradient exchange that tracks its parameters."""
+
+    def find_added(self, model: Any) -> Sequence[Tensor]:
+        """Returns the parameters of a model that were added to it, or have replaced others."""
+
+    def follow_added(self, model: Any) -> None:
+        """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
+
+
 #: Exceptions that end the stage on all ranks and are not failures.
 _NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
 
 
-class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
+class ParallelStrategy(LightningParallelStrategy, ABC):
     """Base class of the Trainer's multi-process strategies.
 
     Subclasses of Lightning's ``ParallelStrategy`` can derive from this class without changes. They implement the
@@ -131,6 +142,18 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             module, _, name = target.partition(":")
             cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)
         return super().__new__(cls)
+
+    checkpoint_io = whole_checkpoint_io
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills another registry."""
+        register_class(cls, strategy_registry)
+
+    @override
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     @abstractmethod
@@ -377,6 +400,11 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Ends the stage in a worker, after :meth:`teardown` and the hooks that follow it."""
         if self._world.failure_monitor is not None:
             self._world.failure_monitor.finish_stage()
+
+    @property
+    def _parameter_tracker(self) -> ParameterTracker | None:
+        """Part that tracks the parameters whose gradients are exchanged; None if nothing is exchanged."""
+        return None
 
     # --- stage context ---
 

@@ -17,14 +17,15 @@ from statistics import median
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Self, override
 
 from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
-from lightning_strategies_ext.torch_distributed.wrapping import ONCE_ONLY
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+from lightning_strategies_ext.torch_distributed.wrapping import AUTO, ONCE_ONLY
 
-#: Value of ``bucket_cap_mb`` that requests the search.
-AUTO = "auto"
 #: Sizes that are tried in addition to DDP's own, in mebibytes. Sizes above the first that fits all gradients into one
 #: bucket are not tried.
 SIZES_MB = (1.0, 4.0, 16.0, 64.0, 256.0)
@@ -172,16 +173,18 @@ def gradient_bytes(model: DistributedDataParallel) -> int:
     return sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
-def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Checks that no argument prevents a search or hides its result.
+def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
+    """Removes ``bucket_cap_mb="auto"`` from DDP's arguments; returns whether it was there.
 
     Args:
         ddp_kwargs: Arguments of DistributedDataParallel.
-        others: Other arguments that prevent a search, with their values; None for arguments that are not set.
+        **others: Other arguments that prevent a search, with their values; None for arguments that are not set.
 
     Raises:
-        ValueError: If such an argument is set.
+        ValueError: If a search is requested, and another argument prevents it or hides its result.
     """
+    if ddp_kwargs.get("bucket_cap_mb") != AUTO:
+        return False
     given = {**others, **{name: ddp_kwargs.get(name) for name in ONCE_ONLY}}
     for name, value in given.items():
         if value is not None:
@@ -190,3 +193,75 @@ def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -
                 f"`bucket_cap_mb={AUTO!r}` tries buckets of several sizes while it trains, which cannot be with"
                 f" `{name}={value!r}`{where}. Leave that out, or give a size in mebibytes."
             )
+    del ddp_kwargs["bucket_cap_mb"]
+    return True
+
+
+_REQUEST = f"`bucket_cap_mb={AUTO!r}`"
+
+
+class BucketTuning(Feature):
+    """``bucket_cap_mb="auto"``: creates DDP again between steps, with other bucket sizes.
+
+    Args:
+        context: The parts of the strategy that the feature uses.
+    """
+
+    def __init__(self, context: FeatureContext) -> None:
+        self._context = context
+        self._model: DistributedDataParallel | None = None
+        self._search: BucketSearch | None = None
+
+    @classmethod
+    def create(cls, context: FeatureContext) -> Self | None:
+        """Returns the feature, or None if it is not in use."""
+        return cls(context) if context.tunes_buckets and context.collectives.world_size() > 1 else None
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        """Starts the search for a model with DDP's own buckets."""
+        search = BucketSearch(gradient_bytes(model), self._context.device)
+        if search.is_over:
+            rank_zero_info(f"{_REQUEST}: all gradients fit the smallest bucket, and there is nothing to choose.")
+        else:
+            self._model, self._search = model, search
+
+    @override
+    def before_step(self) -> None:
+        search = self._search
+        if search is None or not search.end_step():
+            return
+        cap = search.cap
+        if search.is_over:
+            self._search = None
+            choice = search.choose(lambda times: self._context.collectives.reduce(times, reduce_op="mean"))
+            rank_zero_info(f"{_REQUEST}: {choice}.")
+            cap = choice.cap
+        self._use(cap)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        if self._search is not None:
+            self._search.begin_pass()
+
+    @override
+    def after_backward(self) -> None:
+        if self._search is not None:
+            assert self._model is not None
+            self._search.end_pass(self._model.require_backward_grad_sync)
+
+    @override
+    def close(self) -> None:
+        """Ends an unfinished search."""
+        if self._search is not None:
+            left = self._search.num_steps_left
+            rank_zero_info(f"{_REQUEST}: nothing was chosen, since that takes {left} more steps.")
+        self._model = self._search = None
+
+    def _use(self, cap: float | None) -> None:
+        """Creates DDP again with a bucket size in MiB, or with DDP's own if None. Collective: all ranks call it."""
+        assert self._model is not None
+        self._context.ddp_kwargs.pop("bucket_cap_mb", None)
+        if cap is not None:
+            self._context.ddp_kwargs["bucket_cap_mb"] = cap
+        self._context.rebuild(self._model)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
@@ -24,6 +25,7 @@ from lightning_strategies_ext.torch_distributed.direct_exchange import (
     all_reduce_options,
     trained_parameters,
 )
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 
 log = logging.getLogger(__name__)
 
@@ -185,3 +187,23 @@ def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any]
     if any(getattr(module, "sparse", False) for module in model.module.modules()):
         return "gradients may be sparse"
     return None
+
+
+class DirectExchangeFeature(Feature):
+    """Exchanges the gradients of a model without DDP's reducer, where possible.
+
+    Args:
+        context: The parts of the strategy that the feature uses.
+    """
+
+    def __init__(self, context: FeatureContext) -> None:
+        self._context = context
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        if isinstance(model, DistributedModel):
+            model.exchange_directly(self._context.ddp_kwargs, tries_buckets=self._context.tunes_buckets)
+
+    @override
+    def rewrap(self, model: DistributedDataParallel) -> None:
+        self.wrap(model)

@@ -5,28 +5,20 @@ strategies for the Trainer and for Fabric use it.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_strategies_ext.failure.failure_report import advise
 from lightning_strategies_ext.registry import name_with
-from lightning_strategies_ext.torch_distributed.bucket_search import AUTO
-from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
-from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
-from lightning_strategies_ext.torch_distributed.exchange import Share, check_can_join
-from lightning_strategies_ext.torch_distributed.wrapping import DDP_ARGUMENTS
+from lightning_strategies_ext.torch_distributed.exchange import check_can_join
 
 _has_advised_static_graph = False
 
@@ -96,69 +88,6 @@ class GradientSync:
             return f"model_averaging_period={self.averaging_period}"
         return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
 
-    def begin_compression(
-        self, model: DistributedDataParallel, timeout: timedelta | None = None
-    ) -> CompressedExchange | None:
-        """Returns the compressed exchange of a model; None if there is none. Collective: all ranks call it.
-
-        Args:
-            model: Model in DDP.
-            timeout: Timeout of its collectives; torch's default if None.
-        """
-        return None if self.compression is None else begin(self.compression, model, timeout)
-
-    def register_hook(
-        self,
-        model: DistributedDataParallel,
-        exchange: CompressedExchange | None = None,
-        share: Share | None = None,
-    ) -> None:
-        """Makes ``model`` exchange its gradients through the communication hook, if there is one.
-
-        Args:
-            model: Model in DDP that has no hook.
-            exchange: Exchange that :meth:`begin_compression` has returned.
-            share: Contribution of this rank, if it may be nothing; else None.
-        """
-        hook = self.comm_hook
-        if exchange is not None:
-            hook = exchange.hook
-        elif hook is not None:
-            hook = hook if self.comm_wrapper is None else self.comm_wrapper(hook)
-            hook = hook if model.device.type == "cuda" else _renamed(hook)
-        if share is not None:
-            hook = share.hook(hook, model.process_group)
-        if hook is not None:
-            model.register_comm_hook(state=self.comm_state, hook=hook)
-
-    def bring_together(self, parameters: Iterable[Tensor]) -> None:
-        """Averages parameters over all ranks, if the models may differ. Collective: all ranks call it.
-
-        Args:
-            parameters: Parameters, the same on all ranks.
-        """
-        if self.averages_models is not None:
-            for parameter in parameters:
-                dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
-
-    def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
-        """Returns the model averaging of post-local SGD; None if the user has not selected it.
-
-        Args:
-            optimizers: Torch optimizers.
-            num_local_ranks: Number of ranks per host, which still exchange gradients if the state specifies no group.
-
-        Raises:
-            ValueError: If an optimizer distributes its own work.
-        """
-        if not isinstance(self.comm_state, PostLocalSGDState):
-            return None
-        assert self.averaging_period is not None
-        if self.comm_state.subgroup is None and self.comm_state.post_local_gradient_allreduce:
-            # torch would create groups of as many ranks as the host has GPUs, which is zero on a CPU host.
-            self.comm_state.subgroup, _ = dist.new_subgroups(group_size=num_local_ranks)
-        return ModelAveraging(optimizers, self.averaging_period, self.comm_state)
-
     def _check_hook(self) -> None:
         for name, argument in (("ddp_comm_hook", self.comm_hook), ("ddp_comm_wrapper", self.comm_wrapper)):
             if argument is not None and not callable(argument):
@@ -195,72 +124,6 @@ class GradientSync:
                 f"`model_averaging_period={period}` needs `ddp_comm_state` to be a PostLocalSGDState, got"
                 f" {self.comm_state!r}; without it gradients are exchanged in every step and models never differ."
             )
-
-
-class ModelAveraging:
-    """Averages the parameters of each optimizer over ranks, each time after a number of steps of that optimizer.
-
-    The schedule is post-local SGD's (Lin et al. 2020, https://arxiv.org/abs/1808.07217): gradients are exchanged
-    in the first ``start_localSGD_iter`` steps, afterwards only models, periodically.
-
-    Args:
-        optimizers: Torch optimizers.
-        period: Number of steps of an optimizer between two averagings.
-        state: State that defines when averaging starts.
-
-    Raises:
-        ValueError: If an optimizer distributes its own work and would undo the averaging.
-    """
-
-    def __init__(self, optimizers: Iterable[Optimizer], period: int, state: PostLocalSGDState) -> None:
-        self._averagers: dict[int, PeriodicModelAverager] = {}
-        for optimizer in optimizers:
-            check_is_plain(optimizer, f"model_averaging_period={period}")
-            # One averager per optimizer: a shared averager would count the steps of all optimizers together, and never
-            # average some of them.
-            self._averagers[id(optimizer)] = PeriodicModelAverager(
-                period=period, warmup_steps=state.start_localSGD_iter, process_group=state.process_group
-            )
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Counts a step of ``optimizer`` and averages its parameters if an averaging is due."""
-        averager = self._averagers.get(id(optimizer))
-        if averager is not None:
-            averager.average_parameters(
-                parameter
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.requires_grad
-            )
-
-
-def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
-    """Checks the arguments of DistributedDataParallel before processes start, instead of in each process.
-
-    Args:
-        ddp_kwargs: Arguments of DistributedDataParallel.
-        may_search: Whether the caller supports a bucket-size search.
-
-    Raises:
-        TypeError: If DDP has no such argument, or an argument has the wrong type.
-        ValueError: If a value is invalid.
-    """
-    unknown = sorted(set(ddp_kwargs) - DDP_ARGUMENTS)
-    if unknown:
-        raise TypeError(
-            f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
-            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(DDP_ARGUMENTS))}."
-        )
-    cap = ddp_kwargs.get("bucket_cap_mb")
-    if cap is None or (cap == AUTO and may_search):
-        return
-    if cap == AUTO:
-        raise ValueError(f"`bucket_cap_mb={AUTO!r}`: only the Trainer's `fit` tries sizes. Set a number of mebibytes.")
-    if not isinstance(cap, (int, float)):
-        by_name = f" or {AUTO!r}" if may_search else ""
-        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")
-    if not cap > 0:
-        raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
 
 
 def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> None:
@@ -320,19 +183,6 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
     else:
         advice = f"Some parameters take no part in the loss of {step}. If this is intended, use {remedy}."
     advise(exception, advice)
-
-
-def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the hook under another name: torch rejects its bf16 hooks, by name, unless it was built with NCCL.
-
-    gloo also reduces bfloat16 (torch 2.5 to 2.13).
-    """
-
-    def exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-        return future
-
-    return exchange
 
 
 def _check_hook_signature(name: str, hook: Callable[..., Any]) -> None:

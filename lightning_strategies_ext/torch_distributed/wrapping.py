@@ -2,15 +2,13 @@
 
 torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
 unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
-For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`TrainableParameters`
+For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`.Unfreezing`
 detects both before the next forward pass.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from itertools import compress
-from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -21,16 +19,44 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_strategies_ext._system.gpu_sync import side_stream
-from lightning_strategies_ext.torch_distributed.direct_exchange import exchanged_parameters
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
 DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
+#: Value of ``bucket_cap_mb`` that requests a search.
+AUTO = "auto"
 #: Arguments with which DDP changes the module or its parameters, so that the module can be wrapped only once.
 ONCE_ONLY = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
 
-_needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
+    """Checks the arguments of DistributedDataParallel before processes start, instead of in each process.
+
+    Args:
+        ddp_kwargs: Arguments of DistributedDataParallel.
+        may_search: Whether the caller supports a bucket-size search.
+
+    Raises:
+        TypeError: If DDP has no such argument, or an argument has the wrong type.
+        ValueError: If a value is invalid.
+    """
+    unknown = sorted(set(ddp_kwargs) - DDP_ARGUMENTS)
+    if unknown:
+        raise TypeError(
+            f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
+            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(DDP_ARGUMENTS))}."
+        )
+    cap = ddp_kwargs.get("bucket_cap_mb")
+    if cap is None or (cap == AUTO and may_search):
+        return
+    if cap == AUTO:
+        raise ValueError(f"`bucket_cap_mb={AUTO!r}`: only the Trainer's `fit` tries sizes. Set a number of mebibytes.")
+    if not isinstance(cap, (int, float)):
+        by_name = f" or {AUTO!r}" if may_search else ""
+        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")
+    if not cap > 0:
+        raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
 
 
 def wrap_in_ddp(
@@ -132,93 +158,6 @@ def records_graph(model: DistributedDataParallel) -> bool:
     The flag is a private name of DDP (torch 2.5 to 2.13). It is reset when DDP is created or initialized again.
     """
     return model.static_graph and not model._static_graph_delay_allreduce_enqueued
-
-
-class TrainableParameters:
-    """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
-
-    A copy of the model in DDP is not checked.
-
-    Args:
-        model: Model in DDP.
-        on_change: Callable that initializes DDP again, in ``model``. All ranks call it together, with the model and the
-            parameters that were trained so far.
-    """
-
-    _parameters: Mapping[str, Tensor] = {}
-    _are_trained: Sequence[bool] = ()
-    _unknown: Mapping[str, Tensor] = {}
-
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        on_change: Callable[[DistributedDataParallel, Sequence[Tensor]], None],
-    ) -> None:
-        self._parameters = exchanged_parameters(model)
-        self._note(self._need_gradients())
-        self._on_change = on_change
-        model.register_forward_pre_hook(self._look)
-
-    def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
-        """Returns the parameters that were added to the module, or have replaced others, since DDP was initialized."""
-        known = {*map(id, self._parameters.values())}
-        return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
-
-    def follow_added(self, model: DistributedDataParallel) -> None:
-        """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
-        trained = self._chosen(self._are_trained)
-        self._parameters = exchanged_parameters(model)
-        self._note(self._need_gradients())
-        self._on_change(model, trained)
-
-    def check_all_are_known(self) -> None:
-        """Checks that no parameter was unfrozen since the forward pass began.
-
-        Raises:
-            RuntimeError: If a parameter was unfrozen; each rank would train it alone.
-        """
-        name = next((name for name, each in self._unknown.items() if each.requires_grad), None)
-        if name is not None:
-            raise RuntimeError(
-                f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without: each rank"
-                " would train it alone. Unfreeze it before, in `on_train_epoch_start` or `on_train_batch_start` for"
-                " example."
-            )
-
-    def _note(self, are_trained: Sequence[bool]) -> None:
-        self._are_trained = are_trained
-        self._unknown = dict(compress(self._parameters.items(), map(not_, are_trained)))
-
-    def _need_gradients(self) -> Sequence[bool]:
-        return [*map(_needs_gradient, self._parameters.values())]
-
-    def _look(self, model: Module, args: Any) -> None:
-        # `model.training` is no criterion: after a validation, Lightning leaves DDP in evaluation mode, but not its
-        # module.
-        if not torch.is_grad_enabled():
-            return
-        before, now = self._are_trained, self._need_gradients()
-        if now == before:
-            return
-        assert isinstance(model, DistributedDataParallel)
-        if model.find_unused_parameters:  # DDP treats frozen parameters as unused: losses may alternate
-            now = [was or needs for was, needs in zip(before, now, strict=True)]
-        if now == before or not any(now):  # if no parameter is trained, DDP waits for none
-            return
-        self._note(now)
-        trained = self._chosen(before)
-        unused = [each for each in self._chosen(now) if not each.requires_grad]
-        for parameter in unused:
-            parameter.requires_grad_()
-        self._on_change(model, trained)
-        for parameter in unused:
-            parameter.requires_grad_(False)
-
-    def _chosen(self, are_chosen: Sequence[bool]) -> list[Tensor]:
-        return [*compress(self._parameters.values(), are_chosen)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
 
 
 class BackwardPasses:

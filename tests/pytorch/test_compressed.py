@@ -416,23 +416,35 @@ def test_who_waits_for_a_rank_that_fails_is_told(name: str) -> None:
     assert "rank 1 has had enough" in first.error
 
 
-class Exchange:
-    """Notes what it is given."""
-
-    def __init__(self) -> None:
-        self.restored: list[Any] = []
-
-    def load_state_dict(self, state: Any) -> None:
-        self.restored.append(state)
-
-    def close(self) -> None:
-        """Is called when another comes."""
+KEY = "lightning_strategies_ext.compression"
 
 
-def test_what_is_restored_before_there_is_an_exchange_is_for_the_next_one() -> None:
-    """So it comes with workers that ``fit`` starts: a world has its state before it has its model in DDP."""
-    strategy, first, second = DDPStrategy(compression="topk"), Exchange(), Exchange()
-    strategy.load_optimizer_state_dict({"optimizer_states": [{"lightning_strategies_ext.compression": {"a": 1}}]})
-    strategy._begin_compression(first)
-    strategy._begin_compression(second)
-    assert (first.restored, second.restored) == ([{"a": 1}], [])
+class RestoresEarly(pl.Callback):
+    """Restores a state before the model is in DDP, as workers of elastic training do, and keeps what is restored."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.strategy.load_optimizer_state_dict({"optimizer_states": [{KEY: self.state}]})
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.restored = trainer.strategy.optimizer_state(trainer.optimizers[0])[KEY]
+
+
+def restore_before_wrapping() -> list[list[float]]:
+    compression = WITH_STATE["topk"]
+    trainer = make_trainer(DDPStrategy(compression=compression), devices=2, max_epochs=1)
+    trainer.fit(seeded(Wide), loader())
+    state = trainer.strategy.optimizer_state(trainer.optimizers[0])[KEY]
+    restores = RestoresEarly(state)
+    trainer = make_trainer(DDPStrategy(compression=compression), devices=2, max_steps=1, callbacks=[restores])
+    trainer.fit(seeded(Wide), loader())
+    return [numbers_in(state), numbers_in(restores.restored)]
+
+
+@pytest.mark.processes
+def test_state_is_restored_before_the_model_is_wrapped() -> None:
+    for state, restored in run_ranks(restore_before_wrapping):
+        assert any(state[1:])
+        assert restored == pytest.approx(state, abs=1e-6)

@@ -1,6 +1,6 @@
-"""Interface of a compressed exchange for strategies, and the choice of its implementation."""
+"""Interface of a compressed exchange, and the feature that manages the exchange of a model in DDP."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -10,10 +10,12 @@ from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self, override
 
 from lightning_strategies_ext.torch_distributed.compression.gradients import CompressedGradients
 from lightning_strategies_ext.torch_distributed.compression.models import LocalModels
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Compression, Float16, LocalSGD
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 
 
 class CompressedExchange(Protocol):
@@ -71,3 +73,83 @@ def begin(
     if isinstance(compression, LocalSGD):
         return LocalModels(model, compression, timeout)
     return CompressedGradients(model, compression, timeout) if dist.get_world_size() > 1 else None
+
+
+class CompressionFeature(Feature):
+    """Compressed exchange of a model, from the creation of DDP to the end of training.
+
+    Args:
+        compression: Compression of the exchange.
+        context: The parts of the strategy that the feature uses.
+    """
+
+    state_key = "lightning_strategies_ext.compression"
+
+    def __init__(self, compression: Compression, context: FeatureContext) -> None:
+        self._compression = compression
+        self._context = context
+        self._exchange: CompressedExchange | None = None
+
+    @classmethod
+    def create(cls, context: FeatureContext) -> Self | None:
+        """Returns the feature, or None if it is not in use."""
+        return None if context.sync.compression is None else cls(context.sync.compression, context)
+
+    @property
+    @override
+    def num_bytes_exchanged(self) -> int | None:
+        return None if self._exchange is None else self._exchange.num_bytes
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        self._exchange = begin(self._compression, model, self._context.timeout)
+        self._register_hook(model)
+
+    @override
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        if self._exchange is not None:
+            self._exchange.attach(optimizers)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._exchange is not None:
+            self._exchange.load_state_dict(state)
+
+    @override
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self._exchange is not None:
+            self._exchange.after_step(optimizer)
+
+    @override
+    def rewrap(self, model: DistributedDataParallel) -> None:
+        self._register_hook(model)
+        if self._exchange is not None:
+            self._exchange.follow()
+
+    @override
+    def synchronize(self) -> None:
+        """Averages the models of the ranks, and their averages in callbacks, if they differ."""
+        if self._exchange is not None:
+            self._exchange.bring_models_together(self._context.averages_of_model())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._exchange is None else self._exchange.state_dict()
+
+    @override
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = None
+
+    def _register_hook(self, model: DistributedDataParallel) -> None:
+        share, hook = self._context.share, None if self._exchange is None else self._exchange.hook
+        if share is not None:
+            hook = share.hook(hook, model.process_group)
+        if hook is not None:
+            model.register_comm_hook(state=self._context.sync.comm_state, hook=hook)
+
+
+def is_stateless(compression: Compression | None) -> bool:
+    """Returns whether the exchanges of a compression, or without one, are independent of earlier steps."""
+    return compression is None or isinstance(compression, (BFloat16, Float16))

@@ -1,32 +1,42 @@
-"""Failure handling and coordinated stops under Fabric: when a rank fails or does not start, all ranks exit.
+"""ParallelStrategy: base class of Fabric's multi-process strategies.
 
-Fabric has no hook for an exception in the user's loop. In a script, ``sys.excepthook`` receives uncaught exceptions; in
-a worker, its task does. For stops after a signal, the loop calls ``stopping_together``.
+When a rank fails or does not start, all ranks exit. Fabric has no hook for an exception in the user's loop. In a
+script, ``sys.excepthook`` receives uncaught exceptions; in a worker, its task does. For stops after a signal, the loop
+calls ``stopping_together``.
 """
 
 import signal
 import threading
+from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
+from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import Self, override
 
+from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import check_hang_timeout, check_no_old_names
+from lightning_strategies_ext.arguments import check_hang_timeout, check_no_old_names, name_of_barrier
+from lightning_strategies_ext.checkpoints import whole_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
+from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.stage_context import StageContext
 
+T = TypeVar("T")
 
-class EndsTogether:
-    """Mixin of Fabric's multi-process strategies; precedes Lightning's class among the base classes.
+
+class ParallelStrategy(FabricParallelStrategy, ABC):
+    """Base class of Fabric's multi-process strategies; precedes Lightning's class among the base classes.
 
     Args:
         *args: Positional arguments of the next base class.
@@ -34,10 +44,13 @@ class EndsTogether:
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``; None
             for no limit.
         **kwargs: Further arguments of the next base class.
+
+    Attributes:
+        collectives: Collectives of the engine.
     """
 
     collectives: Collectives
-    world_size: int
+    checkpoint_io = whole_checkpoint_io
 
     def __init__(
         self,
@@ -55,6 +68,51 @@ class EndsTogether:
         """Rejects arguments by their names in earlier versions."""
         check_no_old_names(cls, kwargs)
         return super().__new__(cls)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills another registry."""
+        register_class(cls, strategy_registry)
+
+    @override
+    def __repr__(self) -> str:
+        return describe(self)
+
+    # --- collectives ---
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor per rank, see :meth:`.Collectives.all_gather`."""
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Returns the object of rank ``src`` on every rank; small objects take one round trip."""
+        return self.collectives.broadcast(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until all ranks have called it. An optional name is shown in the error if it fails."""
+        self.collectives.barrier(name_of_barrier(*args, **kwargs))
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns whether the decision is True on all ranks, or with ``all=False`` on any rank."""
+        return self.collectives.reduce_boolean_decision(decision, all)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`."""
+        share_orders(dataloader, lambda sampler: SharedOrder(sampler, self.broadcast, epoch=0))
+        return dataloader
+
+    # --- failures, stops ---
 
     @property
     def has_joined(self) -> bool:

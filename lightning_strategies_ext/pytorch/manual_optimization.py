@@ -1,0 +1,73 @@
+"""Features for manual optimization, where DDP's forward is over before the user runs a backward pass."""
+
+import lightning.pytorch as pl
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
+from lightning_strategies_ext.torch_distributed.feature import Feature
+from lightning_strategies_ext.torch_distributed.wrapping import records_graph
+
+
+class ManualOptimization(Feature):
+    """Prepares DDP for each backward pass.
+
+    Args:
+        module: Module whose attribute ``automatic_optimization`` is False in steps with manual optimization.
+    """
+
+    def __init__(self, module: "pl.LightningModule") -> None:
+        self._module = module
+        self._model: DistributedDataParallel | None = None
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        model = self._model
+        if model is None or self._module.automatic_optimization:
+            return
+        if isinstance(model, DistributedModel) and model.is_exchanged_directly:
+            model.prepare_for_backward()
+        else:
+            prepare_for_backward(model, loss)
+
+    @override
+    def close(self) -> None:
+        self._model = None
+
+
+class StaticGraph(ManualOptimization):
+    """Exchanges the gradients of the first backward pass of a static graph, in which DDP records the graph.
+
+    The output of DDP's forward triggers this exchange, but a manual backward pass starts within forward.
+    """
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        super().before_backward(loss)
+        model = self._model
+        if model is None or self._module.automatic_optimization or not records_graph(model) or not loss.requires_grad:
+            return
+
+        # At the end of the backward pass, so that `on_after_backward` receives averaged gradients.
+        def queue(_: Tensor) -> None:
+            if records_graph(model):
+                Variable._execution_engine.queue_callback(model.reducer._delay_all_reduce)  # type: ignore[attr-defined]
+                model._static_graph_delay_allreduce_enqueued = True
+
+        loss.register_hook(queue)
+
+    @override
+    def after_backward(self) -> None:
+        # Needed if the user's `backward` has computed the gradients of another loss.
+        model = self._model
+        if model is None or self._module.automatic_optimization or not records_graph(model):
+            return
+        model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        model._static_graph_delay_allreduce_enqueued = True

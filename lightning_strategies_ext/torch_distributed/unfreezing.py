@@ -1,0 +1,127 @@
+"""Freezing and unfreezing during training: DDP follows changes of ``requires_grad``.
+
+torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
+unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
+For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`Unfreezing` detects both
+before the next forward pass, and creates DDP again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter, not_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.torch_distributed.direct_exchange import exchanged_parameters
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+
+_needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+class Unfreezing(Feature):
+    """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
+
+    A copy of the model in DDP is not checked.
+
+    Args:
+        context: The parts of the strategy that the feature uses.
+    """
+
+    _parameters: Mapping[str, Tensor] = {}
+    _are_trained: Sequence[bool] = ()
+    _unknown: Mapping[str, Tensor] = {}
+
+    def __init__(self, context: FeatureContext) -> None:
+        self._context = context
+        self._has_peers = context.collectives.world_size() > 1
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        self._parameters = exchanged_parameters(model)
+        self._note(self._need_gradients())
+        model.register_forward_pre_hook(self._before_forward)
+
+    def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
+        """Returns the parameters that were added to the module, or have replaced others, since DDP was initialized."""
+        known = {*map(id, self._parameters.values())}
+        return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
+
+    def follow_added(self, model: DistributedDataParallel) -> None:
+        """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
+        trained = self._chosen(self._are_trained)
+        self._parameters = exchanged_parameters(model)
+        self._note(self._need_gradients())
+        self._train_others(model, trained)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        """Checks that no parameter was unfrozen since the forward pass began.
+
+        Raises:
+            RuntimeError: If a parameter was unfrozen; each rank would train it alone.
+        """
+        if not self._has_peers:
+            return
+        for name, parameter in self._unknown.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without: each"
+                    " rank would train it alone. Unfreeze it before, in `on_train_epoch_start` or"
+                    " `on_train_batch_start` for example."
+                )
+
+    def _note(self, are_trained: Sequence[bool]) -> None:
+        self._are_trained = are_trained
+        self._unknown = dict(compress(self._parameters.items(), map(not_, are_trained)))
+
+    def _need_gradients(self) -> Sequence[bool]:
+        return [*map(_needs_gradient, self._parameters.values())]
+
+    def _before_forward(self, model: Module, args: Any) -> None:
+        # `model.training` is no criterion: after a validation, Lightning leaves DDP in evaluation mode, but not its
+        # module.
+        if not torch.is_grad_enabled():
+            return
+        before, now = self._are_trained, self._need_gradients()
+        if now == before:
+            return
+        assert isinstance(model, DistributedDataParallel)
+        if model.find_unused_parameters:  # DDP treats frozen parameters as unused: losses may alternate
+            now = [was or needs for was, needs in zip(before, now, strict=True)]
+        if now == before or not any(now):  # if no parameter is trained, DDP waits for none
+            return
+        self._note(now)
+        trained = self._chosen(before)
+        unused = [each for each in self._chosen(now) if not each.requires_grad]
+        for parameter in unused:
+            parameter.requires_grad_()
+        self._train_others(model, trained)
+        for parameter in unused:
+            parameter.requires_grad_(False)
+
+    def _train_others(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+        """Creates DDP again for the parameters that now require a gradient. Collective: all ranks call it.
+
+        Args:
+            model: Model in DDP.
+            trained: Parameters that were trained so far.
+        """
+        context = self._context
+        check_is_same(context.collectives, model.module, context.device, is_trained=True)
+        if context.sync.averages_models is not None:  # they may differ
+            for parameter in trained:
+                dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
+        context.rebuild(model)
+
+    def _chosen(self, are_chosen: Sequence[bool]) -> list[Tensor]:
+        return [*compress(self._parameters.values(), are_chosen)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
