@@ -49,6 +49,7 @@ with suppress(OSError):  # it may have been deleted
     INITIAL_DIRECTORY = os.getcwd()
 
 _installed = False
+_has_checked_version = False
 
 
 def install() -> None:
@@ -128,7 +129,7 @@ def lazy_names(
         from lightning_strategies_ext import names
 
         is_twin = package.startswith(names.TWIN)
-        if not is_twin and (other := names.in_use(sys._getframe(1))) is not names.LIGHTNING:
+        if not is_twin and (other := names.in_use()) is not names.LIGHTNING:
             return getattr(other.load(package), name)
         return getattr(names.LIGHTNING.load(modules[name]), name)
 
@@ -161,12 +162,14 @@ def fill_registry(module: ModuleType) -> None:
 
 
 def _check_version(package: str) -> None:
-    """Prints a warning for an unsupported version of Lightning.
+    """Prints a warning for an unsupported version of Lightning, once per process.
 
     The package's metadata cannot require a version, because Lightning has two names.
     """
+    global _has_checked_version
     version = str(getattr(sys.modules[package], "__version__", ""))
-    if version and not version.startswith(("2.5.", "2.6.")):
+    if version and not version.startswith(("2.5.", "2.6.")) and not _has_checked_version:
+        _has_checked_version = True
         _say(f"it was made for Lightning 2.5 and 2.6, and this is {package} {version}. Install one of these.")
 
 

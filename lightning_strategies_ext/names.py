@@ -5,13 +5,11 @@ classes are distinct. Modules that import Lightning therefore exist twice: the s
 below :data:`TWIN`, for the other name. ``hatch_build.py`` generates the mirror when the package is built or installed.
 """
 
-import ast
-import linecache
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType, ModuleType
+from types import ModuleType
 
 from lightning_strategies_ext import discovery
 
@@ -85,35 +83,14 @@ def name_of(module: str) -> Name:
     return PYTORCH_LIGHTNING if module == TWIN or module.startswith(f"{TWIN}.") else LIGHTNING
 
 
-def in_use(asked_by: FrameType | None = None) -> Name:
+def in_use() -> Name:
     """Returns the name of Lightning for attributes of this package that exist for both names.
 
-    It is the name that this process has imported, or ``lightning`` if both. Before such an import, it is the only
-    installed name or, because pip installs both names with ``lightning``, the name that the source of the caller
-    imports: sorted imports have this package before ``pytorch_lightning``.
-
-    Args:
-        asked_by: Frame of the calling program, or of Python's import system on its behalf.
+    It is the name that this process has imported or, before such an import, the name that is installed; ``lightning``
+    if both are. A Trainer of the other name then rejects the strategy, and its message names the package for it.
     """
     for name in (LIGHTNING, PYTORCH_LIGHTNING):
         if name.is_imported():
             return name
-    if find_spec(LIGHTNING.package) is None and find_spec(PYTORCH_LIGHTNING.package) is not None:
-        return PYTORCH_LIGHTNING
-    imported = _imported_by(asked_by)
-    is_other = bool(imported & {PYTORCH_LIGHTNING.package, PYTORCH_LIGHTNING.fabric})
-    return PYTORCH_LIGHTNING if is_other and LIGHTNING.package not in imported else LIGHTNING
-
-
-def _imported_by(frame: FrameType | None) -> set[str]:
-    """Returns the top-level packages that a program imports; an empty set if its source is unavailable."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
-        frame = frame.f_back
-    try:
-        tree = ast.parse("" if frame is None else "".join(linecache.getlines(frame.f_code.co_filename)))
-    except (SyntaxError, ValueError):
-        return set()
-    nodes = list(ast.walk(tree))
-    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {module.partition(".")[0] for module in modules}
+    is_only_other = find_spec(LIGHTNING.package) is None and find_spec(PYTORCH_LIGHTNING.package) is not None
+    return PYTORCH_LIGHTNING if is_only_other else LIGHTNING

@@ -177,28 +177,42 @@ if __name__ == "__main__":
 """
 
 
-SORTED = """
+ORDER = """
 import json
 import sys
 
-from lightning_strategies_ext import DDPStrategy
 {}
 
-print(json.dumps([DDPStrategy.__module__, "lightning" in sys.modules]))
+try:
+    pl.Trainer(strategy=DDPStrategy(), accelerator="cpu", devices=1, logger=False)
+except ValueError as error:
+    print(json.dumps([DDPStrategy.__module__, str(error)]))
+else:
+    print(json.dumps([DDPStrategy.__module__, ""]))
 """
+OURS = "from lightning_strategies_ext import DDPStrategy"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("other_import", "expected"),
+    ("imports", "module", "advice"),
     [
-        ("import pytorch_lightning as pl", [f"{names.TWIN}.pytorch.ddp", False]),
-        ("from lightning.pytorch import Trainer", ["lightning_strategies_ext.pytorch.ddp", True]),
-        ("", ["lightning_strategies_ext.pytorch.ddp", True]),
+        (["import pytorch_lightning as pl", OURS], f"{names.TWIN}.pytorch.ddp", ""),
+        (["import lightning.pytorch as pl", OURS], "lightning_strategies_ext.pytorch.ddp", ""),
+        ([OURS, "import lightning.pytorch as pl"], "lightning_strategies_ext.pytorch.ddp", ""),
+        (
+            [OURS, "import pytorch_lightning as pl"],
+            "lightning_strategies_ext.pytorch.ddp",
+            f"For the Trainer of `pytorch_lightning`: from {names.TWIN} import DDPStrategy",
+        ),
     ],
+    ids=["pytorch_lightning first", "lightning first", "lightning last", "pytorch_lightning last"],
 )
-def test_imports_may_stand_in_the_order_of_the_alphabet(tmp_path, other_import, expected):
-    assert run(SORTED.format(other_import), tmp_path) == expected
+def test_strategies_are_for_the_imported_name_or_else_for_lightning(tmp_path, imports, module, advice):
+    found, message = run(ORDER.format("\n".join(imports)), tmp_path)
+    assert found == module
+    assert advice in message
+    assert bool(advice) == bool(message)
 
 
 @pytest.mark.processes

@@ -270,10 +270,11 @@ def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: 
 
 @pytest.mark.processes
 def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environment, tmp_path: Path) -> None:
-    env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
+    env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry", "fabric": "STRATEGY_REGISTRY"})
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
-    report = wheel_install.report("import lightning_strategies_ext, lightning.pytorch.strategies; print(1)", env=env)
-    (said,) = report.messages
+    script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
+    report = wheel_install.report(script, env=env)
+    (said,) = report.messages  # one line, for both registries
     assert "for Lightning 2.5 and 2.6, and this is lightning 2.4.1" in said
 
 

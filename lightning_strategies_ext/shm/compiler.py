@@ -18,6 +18,8 @@ SOURCES: Final = (SOURCE, SOURCE.with_name("at_fork.c"))
 FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-fwrapv", "-ffp-contract=off")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0
+#: Maximum characters of a compiler's output in a message.
+_QUOTED: Final = 300
 
 
 class NotCompiledError(Exception):
@@ -56,4 +58,11 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiledError(f"{compiler[0]} does not run ({error})") from error
     if done.returncode:
-        raise NotCompiledError(f"{compiler[0]} fails: {done.stderr.strip()[-300:] or done.returncode}")
+        raise NotCompiledError(f"{compiler[0]} fails: {_last_lines(done.stderr.strip()) or done.returncode}")
+
+
+def _last_lines(text: str) -> str:
+    """Returns the last whole lines of a text, or the beginning of a long last line; for a message."""
+    if len(text) > _QUOTED:
+        text = text[-_QUOTED - 1 :].partition("\n")[2] or text.rpartition("\n")[2][:_QUOTED]
+    return text

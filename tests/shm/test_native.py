@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
-from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError
+from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError, compile_library
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from tests.shm.start import start_shm
 from tests.support import ranks
@@ -232,6 +232,18 @@ def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(NotCompiledError, match="out of order"):
         library()
+
+
+def test_a_long_compiler_error_is_quoted_from_the_start_of_a_line(tmp_path):
+    compiler = tmp_path / "cc"
+    lines = [f"error {number:03}: undeclared" for number in range(40)]
+    compiler.write_text("#!/bin/sh\ncat >&2 <<END\n" + "\n".join(lines) + "\nEND\nexit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(NotCompiledError) as caught:
+        compile_library([str(compiler)], tmp_path / "library.so")
+    quoted = str(caught.value).partition("fails: ")[2].splitlines()
+    assert quoted == lines[-len(quoted) :]
+    assert len(quoted) == 13  # 298 characters of at most 300
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path):
