@@ -65,14 +65,14 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
         )
 
 
-def check_is_not_elastic(kind: type, elastic: Any, base: str, **options: Any) -> None:
+def check_is_not_elastic(kind: type, elastic: Any, elastic_class: str, **options: Any) -> None:
     """Rejects the arguments of elastic strategies in a strategy that is not elastic.
 
     Args:
         kind: Class of the strategy.
-        elastic: Argument ``elastic``. With True, ``base`` creates an object of its elastic class, but a subclass of the
-            user cannot.
-        base: Name of the class with the argument ``elastic``.
+        elastic: Argument ``elastic``. With True, the strategy creates an object of its elastic class, but a subclass of
+            the user cannot.
+        elastic_class: Elastic class of the strategy, as ``"module:Class"``.
         **options: Other arguments by name; None for those that are not set.
 
     Raises:
@@ -80,7 +80,8 @@ def check_is_not_elastic(kind: type, elastic: Any, base: str, **options: Any) ->
         ValueError: If another argument is set.
     """
     if check_flag("elastic", elastic):
-        other = base.replace("Strategy", "ElasticStrategy")
+        other = elastic_class.rpartition(":")[2]
+        base = other.replace("Elastic", "")
         raise TypeError(
             f"`elastic=True` with {kind.__name__}: let it inherit from `{other}`, which `{base}(elastic=True)` is."
         )

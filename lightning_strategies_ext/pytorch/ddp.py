@@ -29,10 +29,9 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import Store
 from torch.nn import Module
@@ -60,12 +59,11 @@ from lightning_strategies_ext.launch.script_launcher import ScriptLauncher, devi
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
-from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
+from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_precision, may_unfreeze
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization, StaticGraph
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
-from lightning_strategies_ext.torch_distributed.compression.exchange import is_stateless
 from lightning_strategies_ext.torch_distributed.compression.options import (
     BFloat16,
     Compression,
@@ -245,7 +243,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             assert self.parallel_devices is not None
             self._set_rank_info(_ALONE, self.parallel_devices[0])
             self.set_world_ranks()
-        self._check_precision()
+        check_precision(self._gradient_sync.compression, self.precision_plugin)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
             check_start_method_here(self._start_method)
@@ -313,37 +311,21 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             ValueError: If no parameter of the module requires a gradient, or if batch normalization would be
                 synchronized between CPUs.
         """
-        self._check_callbacks(trainer)
+        check_callbacks(trainer)
         module = self.lightning_module
         if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
             return
         self._check_batch_norm(module)
-        module_hooks = ("configure_model", "setup", "configure_callbacks")
-        if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
+        if not may_unfreeze(module, trainer):
             check_has_trainable_parameters(module)
 
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
         self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
 
-    def _check_precision(self) -> None:
-        """Rejects stateful compressions if gradients are scaled: residuals of different scales do not add up.
-
-        Raises:
-            ValueError: If the compression is stateful and the precision plugin scales gradients.
-        """
-        compression, precision = self._gradient_sync.compression, self.precision_plugin
-        if is_stateless(compression) or not isinstance(precision, MixedPrecision) or precision.scaler is None:
-            return
-        raise ValueError(
-            f"`compression={compression!r}` does not go with `precision={precision.precision!r}`, which scales"
-            " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
-            " 'bf16' or 'fp16'."
-        )
-
     def _check_batch_norm(self, module: Module) -> None:
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
-            check_can_be_synchronized(module, self.root_device)
+            check_batch_norm(module, self.root_device)
 
     def wrap_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """Returns a context manager for the main process, active while workers run the stage; a no-op by default."""
@@ -674,13 +656,3 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             "exchange_state": None,
             "_worker": None,
         }
-
-
-def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
-    """Returns whether a callback may unfreeze parameters; Lightning's and this package's callbacks do not."""
-    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
-    return any(
-        is_overridden("setup", callback, Callback)
-        for callback in callbacks
-        if type(callback).__module__.partition(".")[0] not in (pl.__name__.partition(".")[0], _OURS)
-    )

@@ -7,21 +7,15 @@ placement: the workers on one host are its local ranks.
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
-from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.ray.cluster import (
@@ -33,8 +27,6 @@ from lightning_strategies_ext.launch.ray.cluster import (
 )
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
-from lightning_strategies_ext.uneven.control import UnevenInputs
 
 #: Arguments of :class:`.DDPSpawnStrategy` that this class rejects → default and reason. LightningCLI passes the
 #: defaults of the base class's arguments, too.
@@ -64,27 +56,9 @@ class DDPRayStrategy(DDPSpawnStrategy):
         environment_variables: Names and patterns of the main process's environment variables that workers receive:
             ``["WANDB_*", "HF_TOKEN"]`` for only these, ``["!AWS_*"]`` for all except these; all if None. Variables of
             Ray or of a host, such as ``RAY_AUTH_TOKEN``, ``PATH``, or ``HOME``, are always excluded.
-        accelerator: See :class:`.DDPSpawnStrategy`.
-        parallel_devices: See :class:`.DDPSpawnStrategy`; only their type and number are used.
-        checkpoint_io: See :class:`.DDPSpawnStrategy`.
-        precision_plugin: See :class:`.DDPSpawnStrategy`.
-        ddp_comm_state: See :class:`.DDPStrategy`.
-        ddp_comm_hook: See :class:`.DDPStrategy`.
-        ddp_comm_wrapper: See :class:`.DDPStrategy`.
-        model_averaging_period: See :class:`.DDPStrategy`.
-        process_group_backend: See :class:`.DDPStrategy`.
-        timeout: See :class:`.DDPStrategy`; also the timeout for resources that other jobs of the cluster use.
-        process_group_options: See :class:`.DDPStrategy`.
-        keep_workers: See :class:`.DDPSpawnStrategy`.
-        hang_timeout: See :class:`.DDPStrategy`.
-        uneven_inputs: See :class:`.DDPStrategy`.
-        compression: See :class:`.DDPStrategy`.
-        elastic: Whether ``fit`` continues after the loss of a worker or its host: True creates a
-            :class:`.DDPRayElasticStrategy`.
-        min_workers: Argument of :class:`.DDPRayElasticStrategy`.
-        commit_every_n_steps: Argument of :class:`.DDPRayElasticStrategy`.
-        max_restarts: Argument of :class:`.DDPRayElasticStrategy`.
-        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+        **kwargs: Arguments of :class:`.DDPSpawnStrategy` except ``start_method`` and ``cluster_environment``. Only the
+            type and the number of ``parallel_devices`` are used. ``timeout`` is also the timeout for resources that
+            other jobs of the cluster use. ``elastic=True`` creates a :class:`.DDPRayElasticStrategy`.
 
     Raises:
         UnavailableHereError: If Ray is not installed.
@@ -113,35 +87,8 @@ class DDPRayStrategy(DDPSpawnStrategy):
         address: str | None = None,
         runtime_env: dict[str, Any] | None = None,
         environment_variables: Sequence[str] | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
-        process_group_options: Any | None = None,
-        keep_workers: bool = True,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
-        uneven_inputs: UnevenInputs = "error",
-        compression: CompressionName | Compression | None = None,
-        elastic: bool = False,
-        min_workers: int | None = None,
-        commit_every_n_steps: int | None = None,
-        max_restarts: int | None = None,
         **kwargs: Any,
     ) -> None:
-        check_is_not_elastic(
-            type(self),
-            elastic,
-            "DDPRayStrategy",
-            min_workers=min_workers,
-            commit_every_n_steps=commit_every_n_steps,
-            max_restarts=max_restarts,
-        )
         for name, (default, why) in _REFUSED.items():
             value = kwargs.pop(name, default)
             if value != default:
@@ -157,24 +104,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
             raise TypeError(f"`runtime_env` must be a dict, as `ray.init` takes it, or None, got {runtime_env!r}.")
         check_environment_variables(environment_variables)
         check_ray_installed()
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            process_group_options=process_group_options,
-            keep_workers=keep_workers,
-            hang_timeout=hang_timeout,
-            uneven_inputs=uneven_inputs,
-            compression=compression,
-            **kwargs,
-        )
+        super().__init__(**kwargs)
         self._num_workers = num_workers
         self._num_cpus = num_cpus_per_worker
         self._num_gpus = num_gpus_per_worker

@@ -6,59 +6,40 @@ the start of processes and the transfer of results differ from :class:`.DDPStrat
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self, override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_data, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.worker_process import WorkerStartMethod
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
-from lightning_strategies_ext.uneven.control import UnevenInputs
 
 
 class DDPSpawnStrategy(DDPStrategy):
     """Multi-process data parallelism in workers that the Trainer starts, reuses, and ends.
 
     Args:
-        accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
-        parallel_devices: Devices of this host, one per worker; from ``Trainer(devices=...)`` if None.
-        cluster_environment: Source of ranks and addresses; detected if None.
-        checkpoint_io: Plugin that writes and reads checkpoints.
-        precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
-        ddp_comm_state: See :class:`.DDPStrategy`.
-        ddp_comm_hook: See :class:`.DDPStrategy`.
-        ddp_comm_wrapper: See :class:`.DDPStrategy`.
-        model_averaging_period: See :class:`.DDPStrategy`.
-        process_group_backend: See :class:`.DDPStrategy`.
-        timeout: See :class:`.DDPStrategy`.
+        *args: Arguments of :class:`.DDPStrategy`.
         start_method: "forkserver" forks workers from a process that has imported torch and Lightning, but not the
             user's modules, so that it has no threads and no GPU state that a fork would break. "spawn" starts a new
             interpreter for each worker. "fork" forks this process, so that workers inherit unpicklable objects.
-        process_group_options: See :class:`.DDPStrategy`.
         keep_workers: Whether workers are reused by the next stage. Between stages, a process keeps the workers of at
             most one strategy. Another strategy takes them over if its process group has the same settings and they were
             not forked from this process; otherwise it ends them.
-        hang_timeout: See :class:`.DDPStrategy`.
-        uneven_inputs: See :class:`.DDPStrategy`; "join" with ``elastic=True``.
-        compression: See :class:`.DDPStrategy`.
-        elastic: Whether ``fit`` continues after the exit of a worker: True creates a :class:`.DDPSpawnElasticStrategy`.
-        min_workers: Argument of :class:`.DDPSpawnElasticStrategy`.
-        commit_every_n_steps: Argument of :class:`.DDPSpawnElasticStrategy`.
-        max_restarts: Argument of :class:`.DDPSpawnElasticStrategy`.
-        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+        elastic: Whether ``fit`` continues after the loss of a worker: True creates a :class:`.DDPSpawnElasticStrategy`.
+        min_workers: Argument of the elastic strategy.
+        commit_every_n_steps: Argument of the elastic strategy.
+        max_restarts: Argument of the elastic strategy.
+        **kwargs: Further arguments of :class:`.DDPStrategy`. ``uneven_inputs`` is "join" by default with
+            ``elastic=True``.
 
     Raises:
         TypeError: If an argument is unknown or has the wrong type.
@@ -78,23 +59,9 @@ class DDPSpawnStrategy(DDPStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        *args: Any,
         start_method: WorkerStartMethod = "forkserver",
-        process_group_options: Any | None = None,
         keep_workers: bool = True,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
-        uneven_inputs: UnevenInputs = "error",
-        compression: CompressionName | Compression | None = None,
         elastic: bool = False,
         min_workers: int | None = None,
         commit_every_n_steps: int | None = None,
@@ -104,7 +71,7 @@ class DDPSpawnStrategy(DDPStrategy):
         check_is_not_elastic(
             type(self),
             elastic,
-            "DDPSpawnStrategy",
+            self.elastic_class,
             min_workers=min_workers,
             commit_every_n_steps=commit_every_n_steps,
             max_restarts=max_restarts,
@@ -114,25 +81,7 @@ class DDPSpawnStrategy(DDPStrategy):
                 f"`start_method={start_method!r}` starts no workers. Use 'forkserver', 'spawn' or 'fork'; for scripts"
                 " that run once per device, use DDPStrategy."
             )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            process_group_options=process_group_options,
-            hang_timeout=hang_timeout,
-            uneven_inputs=uneven_inputs,
-            compression=compression,
-            **kwargs,
-        )
+        super().__init__(*args, start_method=start_method, **kwargs)  # type: ignore[misc]  # not among `args`
         self._wants_sync_batchnorm = False
         self.keep_workers = keep_workers
         self.states_of_loaders: list[dict[str, Any]] = []

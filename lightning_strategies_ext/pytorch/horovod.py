@@ -47,7 +47,7 @@ from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
+from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
@@ -153,7 +153,7 @@ class HorovodStrategy(ParallelStrategy):
         self._batch_norm: SynchronizedBatchNorm | None = None
 
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
-        check_is_not_elastic(type(self), elastic, "HorovodStrategy", commit_every_n_steps=commit_every_n_steps)
+        check_is_not_elastic(type(self), elastic, self.elastic_class, commit_every_n_steps=commit_every_n_steps)
 
     @property
     def is_distributed(self) -> bool:
@@ -228,7 +228,7 @@ class HorovodStrategy(ParallelStrategy):
             ValueError: If a plugin synchronizes other layers than batch normalization, or batch normalization would be
                 synchronized between CPUs.
         """
-        self._check_callbacks(trainer)
+        check_callbacks(trainer)
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(
@@ -242,7 +242,7 @@ class HorovodStrategy(ParallelStrategy):
             and trainer is not None
             and trainer.state.fn == TrainerFn.FITTING
         ):
-            check_can_be_synchronized(module, self.root_device)
+            check_batch_norm(module, self.root_device)
 
     @override
     def setup_environment(self) -> None:
@@ -285,7 +285,7 @@ class HorovodStrategy(ParallelStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if is_fitting and strategy_parts.layer_sync(self) is not None:
-            check_can_be_synchronized(module, self.root_device)
+            check_batch_norm(module, self.root_device)
             self._batch_norm = SynchronizedBatchNorm(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()

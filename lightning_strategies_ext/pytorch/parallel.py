@@ -16,9 +16,7 @@ from typing import Any, Protocol, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -329,17 +327,6 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._answering.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
-
-    @staticmethod
-    def _check_callbacks(trainer: "pl.Trainer | None") -> None:
-        """Rejects, before processes start, a callback that Lightning rejects later, in each process."""
-        callbacks = getattr(trainer, "callbacks", [])
-        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise MisconfigurationException(  # as in Lightning
-                "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
-                " several. Find the size with `Trainer(strategy='auto', devices=1)`, or for all devices with"
-                " `strategy='dp_ext'`, and train with the size that was found and without the callback."
-            )
 
     def request_interrupt(self) -> None:
         """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler.

@@ -1,0 +1,77 @@
+"""Checks of a stage before its processes start, and of the module before training."""
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_strategies_ext.torch_distributed.compression.exchange import is_stateless
+from lightning_strategies_ext.torch_distributed.compression.options import Compression
+
+_OURS = __name__.partition(".")[0]
+_HOOKS_THAT_MAY_UNFREEZE = ("configure_model", "setup", "configure_callbacks")
+
+
+def check_callbacks(trainer: "pl.Trainer | None") -> None:
+    """Rejects, before processes start, a callback that Lightning rejects later, in each process.
+
+    Raises:
+        MisconfigurationException: If a callback requires a single process.
+    """
+    if any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer)):
+        raise MisconfigurationException(  # as in Lightning
+            "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
+            " several. Find the size with `Trainer(strategy='auto', devices=1)`, or for all devices with"
+            " `strategy='dp_ext'`, and train with the size that was found and without the callback."
+        )
+
+
+def check_batch_norm(module: Module, device: torch.device) -> None:
+    """Rejects synchronized batch normalization on CPUs: the layers of torch and Horovod support GPUs only.
+
+    Args:
+        module: Module to train; a module without batch normalization is accepted.
+        device: Device of this rank.
+
+    Raises:
+        ValueError: If the module has batch normalization and the device is a CPU.
+    """
+    if device.type == "cpu" and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        raise ValueError(
+            "`sync_batchnorm=True` needs GPUs: neither torch's SyncBatchNorm nor Horovod's computes on CPUs, and"
+            f" {type(module).__name__} has batch normalisation. Leave it out, or use `accelerator='gpu'`."
+        )
+
+
+def check_precision(compression: Compression | None, precision: Precision) -> None:
+    """Rejects stateful compressions if gradients are scaled: residuals of different scales do not add up.
+
+    Raises:
+        ValueError: If the compression is stateful and the precision plugin scales gradients.
+    """
+    if is_stateless(compression) or not isinstance(precision, MixedPrecision) or precision.scaler is None:
+        return
+    raise ValueError(
+        f"`compression={compression!r}` does not go with `precision={precision.precision!r}`, which scales"
+        " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
+        " 'bf16' or 'fp16'."
+    )
+
+
+def may_unfreeze(module: "pl.LightningModule", trainer: "pl.Trainer") -> bool:
+    """Returns whether a hook may unfreeze parameters before training. Lightning's and our callbacks do not."""
+    if any(is_overridden(hook, module) for hook in _HOOKS_THAT_MAY_UNFREEZE):
+        return True
+    return any(
+        is_overridden("setup", callback, Callback)
+        for callback in _callbacks_of(trainer)
+        if type(callback).__module__.partition(".")[0] not in (pl.__name__.partition(".")[0], _OURS)
+    )
+
+
+def _callbacks_of(trainer: "pl.Trainer | None") -> list[Callback]:
+    return getattr(trainer, "callbacks", [])
