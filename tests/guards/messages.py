@@ -126,7 +126,8 @@ def _text(node: ast.AST) -> str | None:
 
 
 def _placeholder(node: ast.AST) -> str:
-    return f"{{{ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node)}}}"
+    text = ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node)
+    return "{" + re.sub(r"for \((.*?)\) in", r"for \1 in", text) + "}"  # Python 3.10 writes the parentheses
 
 
 def _filled(template: str, arguments: list[ast.expr]) -> str:
