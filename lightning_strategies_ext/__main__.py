@@ -36,9 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
     commands = parser.add_subparsers(dest="command")
-    doctor = commands.add_parser("doctor", help="what is here, and which strategies can run (the default)")
+    doctor = commands.add_parser(
+        "doctor", help="print the environment and which strategies can run in it (the default)"
+    )
     for taker in (parser, doctor):
-        taker.add_argument("--json", action="store_true", help="print what the doctor finds for machines")
+        taker.add_argument("--json", action="store_true", help="print the findings of the doctor as JSON")
     install = commands.add_parser(
         "install-horovod", help="build Horovod for the installed torch and prove that it works"
     )
@@ -89,9 +91,9 @@ def _print_strategies(console: Console, has_variants: dict[Any, bool]) -> None:
             reasons.setdefault(finding.problem, []).append(finding.name)
     console.print(table)
     console.print(
-        "* also with _find_unused_parameters_true or _find_unused_parameters_false at the end; ddp_ext and"
-        f" ddp_spawn_ext also with {', '.join(f'_{name}' for name in COMPRESSIONS)}, Fabric's of them with _bf16 and"
-        " _fp16"
+        "* also with the suffix _find_unused_parameters_true or _find_unused_parameters_false; ddp_ext and"
+        f" ddp_spawn_ext also with {', '.join(f'_{name}' for name in COMPRESSIONS)}, of which Fabric supports _bf16"
+        " and _fp16"
     )
     for reason, of in reasons.items():
         console.print(f"[bold]{', '.join(of)}[/]: {escape(reason)}")

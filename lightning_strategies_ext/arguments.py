@@ -101,9 +101,10 @@ def check_not_interactive(way: str) -> None:
     """
     if is_interactive():
         raise RuntimeError(
-            f"{way} does not work in a notebook or at a prompt: new processes would run a script. Use"
-            " `strategy='ddp_spawn_ext'`, whose workers are sent what is defined here, `strategy='ddp_notebook_ext'`,"
-            " whose workers are forks, or `strategy='dp_ext'`, which starts no process; or run a script."
+            f"{way} does not work in a notebook or at a prompt, because new processes would run a script. Use"
+            " `strategy='ddp_spawn_ext'`, which sends the definitions of the notebook to worker processes,"
+            " `strategy='ddp_notebook_ext'`, which forks worker processes, or `strategy='dp_ext'`, which starts no"
+            " process; or run a script."
         )
 
 
@@ -120,16 +121,19 @@ def check_devices(devices: Any) -> None:
         raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
     types = {device.type for device in devices}
     if len(types) > 1:
-        raise ValueError(f"`parallel_devices` must be of one type, got {', '.join(sorted(types))}.")
+        raise ValueError(f"`parallel_devices` must be devices of one type, got {', '.join(sorted(types))}.")
     if types != {"cuda"}:
         return
     indices = [device.index for device in devices]
     if len(set(indices)) < len(indices):
-        raise ValueError(f"`parallel_devices={devices}` gives the same GPU to two processes. Name each once.")
+        raise ValueError(f"`parallel_devices={devices}` contains a GPU twice. List each GPU once.")
     count = torch.cuda.device_count()
     missing = [index for index in indices if index is None or index >= count]
     if missing:
-        raise ValueError(f"`parallel_devices={devices}`: this host has {count} GPUs, with indices from 0.")
+        raise ValueError(
+            f"`parallel_devices={devices}` contains a GPU that does not exist: this host has {count} GPUs, with"
+            " indices from 0. List existing GPUs only."
+        )
 
 
 def check_start_method(start_method: str) -> None:
@@ -141,12 +145,14 @@ def check_start_method(start_method: str) -> None:
     """
     if start_method in ("spawn", "fork", "forkserver") and not hasattr(socket, "send_fds"):
         raise UnavailableHereError(
-            f"`start_method={start_method!r}` starts workers, and hands them open files over Unix sockets, which"
-            f" {platform.system()} does not have. Use `strategy='ddp_ext'`, which runs the script once per device."
+            f"`start_method={start_method!r}` passes open files to workers over Unix sockets, which"
+            f" {platform.system()} does not support. Use `strategy='ddp_ext'`, which runs the script once per device."
         )
     available = ["popen", *torch.multiprocessing.get_all_start_methods()]
     if start_method not in available:
-        raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+        raise ValueError(
+            f"`start_method={start_method!r}` is not available on this system. Use one of {', '.join(available)}."
+        )
 
 
 def check_start_method_here(start_method: str) -> None:

@@ -13,9 +13,9 @@ def install() -> None:
         from lightning_strategies_ext.discovery import install as install_
     except Exception as error:
         print(  # noqa: T201
-            f"lightning-strategies-ext: its strategies are not available, because it cannot be imported"
-            f" ({type(error).__name__}: {error}). If it was installed from a checkout that was moved, install it again;"
-            " else `pip uninstall lightning-strategies-ext`.",
+            "lightning-strategies-ext: the package could not be imported, so its strategies are unavailable"
+            f" ({type(error).__name__}: {error}). Reinstall it if its checkout was moved, or run `pip uninstall"
+            " lightning-strategies-ext`.",
             file=sys.stderr,
         )
     else:

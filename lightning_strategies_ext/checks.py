@@ -19,7 +19,7 @@ def check_whole_number(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
     if value < least:
-        raise ValueError(f"`{name}={value}` must be {least} or more.")
+        raise ValueError(f"`{name}={value}` must be at least {least}.")
     return value
 
 

@@ -72,7 +72,7 @@ def install() -> None:
         for module_name in GROUPS:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:
-        _say(f"its strategies could not be registered ({type(error).__name__}: {error}).")
+        _say(f"its strategies could not be registered ({type(error).__name__}: {error}). Reinstall the package.")
 
 
 @cache
@@ -143,7 +143,9 @@ def name_backend(module: ModuleType) -> None:
 
         shm.register(module.Backend)
     except Exception as error:
-        _say(f"the backend 'shm' could not be registered ({type(error).__name__}: {error}).")
+        _say(
+            f"the backend 'shm' could not be registered ({type(error).__name__}: {error}). Install torch 2.5 or later."
+        )
 
 
 def fill_registry(module: ModuleType) -> None:
@@ -158,7 +160,10 @@ def fill_registry(module: ModuleType) -> None:
             _register_third_party(strategies, entry_point)
         _check_version(module.__name__.partition(".")[0])
     except Exception as error:
-        _say(f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error}).")
+        _say(
+            f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error})."
+            " Install Lightning 2.5 or 2.6."
+        )
 
 
 def _check_version(package: str) -> None:
@@ -170,7 +175,10 @@ def _check_version(package: str) -> None:
     version = str(getattr(sys.modules[package], "__version__", ""))
     if version and not version.startswith(("2.5.", "2.6.")) and not _has_checked_version:
         _has_checked_version = True
-        _say(f"it was made for Lightning 2.5 and 2.6, and this is {package} {version}. Install one of these.")
+        _say(
+            f"this version supports Lightning 2.5 and 2.6, but {package} {version} is installed. Install a"
+            " supported version."
+        )
 
 
 @cache
@@ -185,7 +193,7 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
     try:
         top_level = entry_point.module.partition(".")[0]
         if find_spec(top_level) is None:
-            raise ModuleNotFoundError(f"there is no module {top_level!r}")
+            raise ModuleNotFoundError(f"the module {top_level!r} is not installed")
         from lightning_strategies_ext.registry import LazyStrategy
 
         name = entry_point.name.lower()  # Lightning converts the user's name to lower case
@@ -202,7 +210,7 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
     except Exception as error:
         _say(
             f"the strategy {entry_point.name!r} = {entry_point.value!r} of the package {owner} is not available:"
-            f" {error}."
+            f" {error}. Reinstall or uninstall that package."
         )
 
 

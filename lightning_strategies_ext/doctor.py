@@ -187,11 +187,11 @@ def _horovod() -> str:
     if package is None:
         return "not installed"
     if horovod_problem() is not None:
-        return f"{_version_of('horovod')}, which does not work here"
+        return f"{_version_of('horovod')}, not usable in this environment"
     content = marker()
     carriers = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
     has = f", with {', '.join(carriers)}" if content else ""
-    older = ", to be built again" if what_is_not_fixed() else ""
+    older = ", to be rebuilt" if what_is_not_fixed() else ""
     return f"{_version_of('horovod')} for torch {built_for_torch(package)}{has}{older}"
 
 
@@ -204,7 +204,7 @@ def _mpi() -> str:
         return f"mpirun fails: {error}"
     if said is None:
         return "no mpirun"
-    return said.strip().splitlines()[0] if said.strip() else "mpirun says no version"
+    return said.strip().splitlines()[0] if said.strip() else "mpirun prints no version"
 
 
 def _gpus() -> str:
@@ -221,7 +221,7 @@ def _shared_memory() -> str:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return "not there"
+        return "does not exist"
     return f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
 
 
@@ -231,12 +231,12 @@ def _shm() -> str:
     from lightning_strategies_ext.shm.compiler import NotCompiledError
 
     if not shm.is_available():
-        return "needs Linux; gloo takes its place"
+        return "requires Linux; gloo is used instead"
     try:
         native_build.library()
     except NotCompiledError as error:
-        return f"works, but slower than it could: all-reduces are not compiled, since {error}"
-    return "works, all-reduces are compiled"
+        return f"works, but all-reduces are slower, because the native library is not compiled: {error}"
+    return "works, with the compiled native library"
 
 
 def _origin_of_ranks() -> str:
@@ -256,7 +256,7 @@ def _origin_of_ranks() -> str:
         try:
             is_here = kind.detect()
         except Exception as error:  # for example, mpi4py without an MPI
-            return f"cannot be told, since Lightning's {kind.__name__} fails: {error}"
+            return f"unknown, because Lightning's {kind.__name__} fails: {error}"
         if is_here:
-            return f"those of {kind.__name__.removesuffix('Environment')}"
-    return "started by the strategy: there is no launcher"
+            return f"started by {kind.__name__.removesuffix('Environment')}"
+    return "started by the strategy, because there is no launcher"

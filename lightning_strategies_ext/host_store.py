@@ -197,7 +197,7 @@ class HostStore(dist.Store):
             seconds = f"{limit.total_seconds():g} s"
             if operation in _WAITING:
                 raise dist.DistStoreError(f"Timed out after {seconds} waiting for the keys {args[0]}.") from error
-            raise dist.DistStoreError(f"The process that serves the store did not answer within {seconds}.") from error
+            raise dist.DistStoreError(f"The process that serves the store did not respond within {seconds}.") from error
         except (OSError, EOFError) as error:
             self._drop()
             raise dist.DistNetworkError(_ENDED) from error
@@ -224,15 +224,15 @@ class HostStore(dist.Store):
                 if self._has_connected and not isinstance(error, BlockingIOError):
                     raise dist.DistNetworkError(_ENDED) from error
                 if time.monotonic() > deadline:
-                    message = f"The store of these ranks was not served within {limit.total_seconds():g} s."
-                    raise dist.DistStoreError(f"{message} Did rank 0 start?") from error
+                    message = f"No process served the store of these ranks within {limit.total_seconds():g} s."
+                    raise dist.DistStoreError(f"{message} Check the output of rank 0.") from error
                 time.sleep(_RETRY_S)
         if not is_of_this_user(connection):
             other = user_of(connection)
             connection.close()
             raise dist.DistNetworkError(
-                f"The store of these ranks is served by user {other}, and this process belongs to user {os.geteuid()}."
-                " All ranks of a host must belong to the same user."
+                f"The store of these ranks is served by user {other}, but this process belongs to user"
+                f" {os.geteuid()}. Start all ranks of a host as the same user."
             )
         own.connection, own.pid, self._has_connected = connection, os.getpid(), True
         return connection

@@ -64,8 +64,8 @@ class Name:
             if error.name not in (LIGHTNING.package, PYTORCH_LIGHTNING.package, PYTORCH_LIGHTNING.fabric):
                 raise
             raise ModuleNotFoundError(
-                f"This needs Lightning, and the package {error.name!r} is not installed. Use `pip install lightning`,"
-                " or `pip install pytorch-lightning` if your code imports that name.",
+                f"Lightning is required, but the package {error.name!r} is not installed. Run `pip install"
+                " lightning`, or `pip install pytorch-lightning` if your code imports that name.",
                 name=error.name,
             ) from error
 

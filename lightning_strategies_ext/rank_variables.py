@@ -91,8 +91,8 @@ def inherited_text() -> str:
     """Returns the part of an error message about rank variables that this process may have inherited."""
     listed = ", ".join(f"{name}={os.environ[name]}" for name in _names())
     return (
-        f"This process takes its rank from the environment variables {listed}. If a rank has started it, it is not a"
-        " rank and has inherited them: remove them from the environment that the rank passes to it."
+        f"This process takes its rank from the environment variables {listed}. If it was started by a rank and is not"
+        " a rank itself, remove these variables from the environment that the rank passes to it."
     )
 
 

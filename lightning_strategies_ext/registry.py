@@ -39,10 +39,10 @@ _HOROVOD_CLASS = {
 COMPRESSIONS = {
     "bf16": ((PYTORCH, FABRIC), "gradients exchanged in bfloat16"),
     "fp16": ((PYTORCH, FABRIC), "gradients exchanged in float16"),
-    "powersgd": ((PYTORCH,), "gradients exchanged as products of thin matrices"),
-    "topk": ((PYTORCH,), "the largest gradients exchanged"),
+    "powersgd": ((PYTORCH,), "low-rank approximations of gradients exchanged"),
+    "topk": ((PYTORCH,), "only the largest gradients exchanged"),
     "localsgd": ((PYTORCH,), "models averaged every 32 steps"),
-    "diloco": ((PYTORCH,), "models moved on together every 32 steps"),
+    "diloco": ((PYTORCH,), "outer optimizer step every 32 steps"),
 }
 
 _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn:DDPSpawnStrategy"}
@@ -69,19 +69,19 @@ class NamedStrategy:
 
 def _ddp_family() -> Iterator[NamedStrategy]:
     for base, classes, start_method, how in (
-        ("ddp_ext", _DDP_CLASS, "popen", "one process per device, each runs the script"),
-        ("ddp_spawn_ext", _SPAWN_CLASS, "forkserver", "worker processes, everything comes back"),
-        ("ddp_fork_ext", _SPAWN_CLASS, "fork", "worker processes, forked"),
-        ("ddp_notebook_ext", _SPAWN_CLASS, "fork", "worker processes, forked from a notebook"),
+        ("ddp_ext", _DDP_CLASS, "popen", "one process per device, each of which runs the script"),
+        ("ddp_spawn_ext", _SPAWN_CLASS, "forkserver", "worker processes, results returned"),
+        ("ddp_fork_ext", _SPAWN_CLASS, "fork", "forked worker processes, results returned"),
+        ("ddp_notebook_ext", _SPAWN_CLASS, "fork", "worker processes forked from a notebook, results returned"),
     ):
         init_params: dict[str, Any] = {"start_method": start_method}
-        yield NamedStrategy(base, classes, "torch.distributed", f"DDP, {how}", init_params)
+        yield NamedStrategy(base, classes, "torch.distributed", f"DDP in {how}", init_params)
         for value in (True, False):
             yield NamedStrategy(
                 f"{base}_find_unused_parameters_{str(value).lower()}",
                 classes,
                 "torch.distributed",
-                f"DDP, {how}, find_unused_parameters={value}",
+                f"DDP in {how}, find_unused_parameters={value}",
                 {**init_params, "find_unused_parameters": value},
             )
         if base in ("ddp_ext", "ddp_spawn_ext"):
@@ -90,7 +90,7 @@ def _ddp_family() -> Iterator[NamedStrategy]:
                     f"{base}_{compression}",
                     {face: classes[face] for face in faces},
                     "torch.distributed",
-                    f"DDP, {how}, {what}",
+                    f"DDP in {how}, {what}",
                     {**init_params, "compression": compression},
                 )
 
@@ -102,46 +102,51 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         "ddp_spawn_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn_elastic:DDPSpawnElasticStrategy"},
         "torch.distributed",
-        "DDP in worker processes; a worker that exits during fit is replaced",
+        "elastic DDP in worker processes; a worker that exits during fit is replaced",
         {"start_method": "forkserver"},
     ),
     NamedStrategy(
         "ddp_ray_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray:DDPRayStrategy"},
         "torch.distributed",
-        "DDP, workers on a Ray cluster, everything comes back",
+        "DDP in workers on a Ray cluster, results returned",
     ),
     NamedStrategy(
         "ddp_ray_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray_elastic:DDPRayElasticStrategy"},
         "torch.distributed",
-        "the same, of which one may be lost in fit, with its host, and Ray starts another",
+        "elastic DDP in workers on a Ray cluster; a lost worker or host is replaced during fit",
     ),
     NamedStrategy(
         "ddp_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
         "torch.distributed",
-        "DDP whose fit continues from memory after torchrun has restarted its ranks",
+        "elastic DDP under torchrun; fit continues from memory after torchrun has restarted the ranks",
     ),
-    NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
-    NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
+    NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP in one process, with a replica of the module on each device"),
+    NamedStrategy(
+        "horovod_ext",
+        _HOROVOD_CLASS,
+        "Horovod",
+        "DDP over Horovod, started by horovodrun, by mpirun, or by the strategy",
+    ),
     NamedStrategy(
         "horovod_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.horovod_elastic:HorovodElasticStrategy"},
         "Horovod",
-        "the same, of ranks that come and go, under horovodrun with a discovery script",
+        "elastic DDP over Horovod, under horovodrun with a discovery script",
     ),
     NamedStrategy(
         "dp",
         {PYTORCH: "lightning_strategies_ext.pytorch.dp:legacy_dp"},
         "threads",
-        "what Lightning 1 called so: `dp_ext`",
+        "the name of `dp_ext` in Lightning 1",
     ),
     NamedStrategy(
         "horovod",
         {PYTORCH: "lightning_strategies_ext.pytorch.horovod:legacy_horovod"},
         "Horovod",
-        "what Lightning 1 called so: `horovod_ext`",
+        "the name of `horovod_ext` in Lightning 1",
     ),
 )
 

@@ -252,7 +252,7 @@ def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel
     for command in (("-m", names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):
         result = environment.run(*command)
         assert result.returncode == 1
-        assert "the package 'lightning' is not installed. Use `pip install lightning`" in result.stdout + result.stderr
+        assert "the package 'lightning' is not installed. Run `pip install lightning`" in result.stdout + result.stderr
     assert environment.run("-c", "from lightning_strategies_ext import ShmOptions").returncode == 0
 
 

@@ -57,4 +57,4 @@ def test_torch_can_be_imported_when_the_checkout_has_gone(environment: Environme
     assert report.value is False
     (line,) = report.messages
     assert "No module named 'lightning_strategies_ext'" in line
-    assert "install it again" in line
+    assert "Reinstall it" in line

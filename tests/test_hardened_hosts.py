@@ -127,7 +127,7 @@ def test_a_rank_that_torchrun_starts_again_finds_its_commit(conditions: str, scr
     assert "from the commit at step 0" in result.stdout
     assert trained(result.stdout).startswith("trained 4 ")
     if "no_memfd" in conditions:
-        assert result.stdout.count("Commits are kept in unnamed files in") == 1, result.stdout
+        assert result.stdout.count("Commits are stored in unnamed files in") == 1, result.stdout
     deadline = time.monotonic() + 20
     while left := os.listdir(tmp_path / "cache" / "keepers"):  # until the process that keeps commits has ended
         assert time.monotonic() < deadline, left

@@ -273,7 +273,7 @@ def as_another_user(program: str, *args: str) -> "subprocess.CompletedProcess[st
 def test_another_user_can_neither_read_nor_write_it(store: HostStore):
     store.set("token", "secret")
     took = as_another_user("s = host_store.connect(sys.argv[1]); print(s.get('token'))", store.name)
-    assert "is served by user 0, and this process belongs to user 65500" in took.stderr
+    assert "is served by user 0, but this process belongs to user 65500" in took.stderr
     raw = "host_store.is_of_this_user = lambda connection: True; s = host_store.connect(sys.argv[1]);"
     for request in ("print(s.get('token'))", "s.set('token', 'other')", "s.delete_key('token')"):
         took = as_another_user(raw + request, store.name)
@@ -295,7 +295,7 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as squatter:
         assert squatter.stdout.readline() == "ready\n"
-        with pytest.raises(dist.DistNetworkError, match="served by user 65500, and this process belongs to user 0"):
+        with pytest.raises(dist.DistNetworkError, match="served by user 65500, but this process belongs to user 0"):
             host_store.connect(name).set("token", "secret")
         squatter.stdin.close()
 
@@ -334,7 +334,7 @@ def test_another_user_who_takes_the_name_of_an_ended_store_and_accepts_nothing_h
             with pytest.raises(dist.DistNetworkError, match="has ended"):
                 store.get("key")  # by the connection that there was
             store.set_timeout(timedelta(seconds=1))
-            with pytest.raises(dist.DistStoreError, match="was not served within 1 s"):
+            with pytest.raises(dist.DistStoreError, match="No process served the store of these ranks within 1 s"):
                 store.get("key")
             squatter.stdin.close()
 
@@ -367,7 +367,7 @@ def test_ranks_do_not_write_to_the_store_of_another_job_whose_name_they_are_give
     store.set("ranks/meeting", "port 1, run -")
     first, second = run_ranks(join_by_a_name_of_another_job, store.name)
     assert "rank 1 to join" in first
-    assert "another job (port 1, run -; this is port " in second
+    assert "another job's store (port 1, run -; this is port " in second
     assert store.list_keys() == ["ranks/meeting"]
 
 

@@ -124,9 +124,9 @@ print({finding.name: finding.is_fault for finding in doctor.examine() if finding
 def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_not(tmp_path: Path):
     trained, refused, shm, problems = run_on("win32", ON_ONE_PROCESS, tmp_path)
     assert trained == "True True"
-    assert refused.startswith("UnavailableHereError: `start_method='forkserver'` starts workers")
+    assert refused.startswith("UnavailableHereError: `start_method='forkserver'` passes open files")
     assert "Use `strategy='ddp_ext'`" in refused
-    assert shm == "needs Linux; gloo takes its place"
+    assert shm == "requires Linux; gloo is used instead"
     assert eval(problems).keys() >= {"ddp_spawn_ext", "ddp_fork_ext", "ddp_notebook_ext"}
     assert not any(eval(problems).values())
 

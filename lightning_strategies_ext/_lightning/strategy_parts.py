@@ -110,5 +110,7 @@ class _CompiledModuleRefusal:
     def __set__(self, strategy: Any, module: Any) -> None:
         if getattr(module, "_compiler_ctx", None) is not None:
             name = type(strategy).__name__
-            raise RuntimeError(f"`{name}` does not train a LightningModule that `torch.compile` made. {self._ways_out}")
+            raise RuntimeError(
+                f"`{name}` cannot train a LightningModule that `torch.compile` has compiled. {self._ways_out}"
+            )
         vars(strategy)["_lightning_module"] = module

@@ -135,9 +135,10 @@ def _check_user(pair: int) -> None:
         user = _user_of(duplicate.family, other, own)
     if user is not None and user != os.geteuid():
         raise PermissionError(
-            f"The connection from {own[0]}:{own[1]} to {other[0]}:{other[1]} leads to a process of user {user}, and not"
-            f" of user {os.geteuid()}: while gloo connected the ranks, another user took the place of a rank. Start the"
-            " job again. Run it in a network namespace (a container) of its own if this happens again."
+            f"The connection from {own[0]}:{own[1]} to {other[0]}:{other[1]} leads to a process of user {user}"
+            f" instead of user {os.geteuid()}: while gloo connected the ranks, a process of another user took the"
+            " address of a rank. Restart the job. If this happens again, run the job in its own network namespace (a"
+            " container)."
         )
 
 

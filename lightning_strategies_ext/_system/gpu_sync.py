@@ -43,7 +43,7 @@ def synchronize_gpu() -> None:
         torch.cuda.synchronize()
         if is_aborted():
             raise dist.DistBackendError(
-                "Collectives between GPUs were aborted, so later results may be wrong and are not kept."
+                "Collectives between GPUs were aborted, so later results may be wrong and are discarded."
             )
 
 

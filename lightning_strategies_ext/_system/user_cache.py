@@ -34,7 +34,7 @@ def directory(kind: str) -> Path:
     with suppress(RuntimeError):
         if (home := Path.home()).is_dir():  # root could create a missing one
             return home / ".cache" / "lightning-strategies-ext" / kind
-    raise FileNotFoundError(f"this user has no home directory; set {CACHE_VARIABLE} to another directory")
+    raise FileNotFoundError(f"this user has no home directory; set {CACHE_VARIABLE} to a directory")
 
 
 def create(path: Path) -> Path:

@@ -181,7 +181,7 @@ class Collectives(ABC):
             return obj
         world_size = self.world_size()
         if not 0 <= src < world_size:
-            raise ValueError(f"`src={src}`: there are {world_size} ranks; use one from 0 to {world_size - 1}.")
+            raise ValueError(f"`src={src}`: there are {world_size} ranks. Use a rank from 0 to {world_size - 1}.")
         if rank == src:
             self._send_object(obj, src)
             return obj
@@ -257,7 +257,10 @@ class Collectives(ABC):
             return total
         if op == "product":
             return self._gather(tensor, group).prod(dim=0)
-        raise ValueError(f"`reduce_op={op}` has no meaning for dtype {tensor.dtype}: complex numbers have no order.")
+        raise ValueError(
+            f"`reduce_op={op}` is not defined for dtype {tensor.dtype}, because complex numbers have no order."
+            " Use 'sum', 'mean' or 'product'."
+        )
 
     def _gather(self, tensor: Tensor, group: Any) -> Tensor:
         # An empty tensor is gathered, too: other ranks may have elements, and the operation needs all ranks.
@@ -294,7 +297,7 @@ class Collectives(ABC):
         payload = message[_LENGTH_BYTES : _LENGTH_BYTES + min(abs(length), _INLINE_BYTES)]
         if length < 0:
             reason = payload.decode(errors="replace")
-            raise RuntimeError(f"Broadcast from rank {src} failed: it could not pickle the object: {reason}")
+            raise RuntimeError(f"Broadcast from rank {src} failed: rank {src} cannot pickle the object: {reason}")
         if length > _INLINE_BYTES:
             rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8, device=self._device())
             self._broadcast([rest], src)
@@ -302,7 +305,9 @@ class Collectives(ABC):
         try:
             return pickle.loads(payload)
         except Exception as error:
-            raise RuntimeError(f"Broadcast from rank {src}: rank {self.rank()} cannot unpickle it.") from error
+            raise RuntimeError(
+                f"Broadcast from rank {src} failed: rank {self.rank()} cannot unpickle the object."
+            ) from error
 
     def _to_tensor(self, data: bytearray) -> Tensor:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._device())

@@ -40,9 +40,9 @@ def check_is_same(collectives: Collectives, module: torch.nn.Module, device: tor
     collectives.barrier()  # a rank that raises leaves the collectives, so all must have the lines
     first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
     raise DifferentModelsError(
-        f"The ranks do not have the same {type(module).__name__}: where rank 0 has {first}, rank {others[0]} has"
-        f" {other}. Build the same model on every rank, from the same arguments, and let nothing of its structure"
-        " depend on the rank or on random numbers."
+        f"The ranks have different `{type(module).__name__}` models: rank 0 has {first}, rank {others[0]} has"
+        f" {other}. Build the model from the same arguments on every rank; its structure must not depend on the rank"
+        " or on random numbers."
     )
 
 
@@ -54,7 +54,7 @@ def _described(module: torch.nn.Module, is_trained: bool) -> list[str]:
         for name, tensor in named:
             if name in excluded:
                 continue
-            shape = "of no shape yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+            shape = "shape not known yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
             gradient = "" if kind == "buffer" or tensor.requires_grad or not is_trained else ", without gradient"
             lines.append(f"the {kind} `{name}` ({str(tensor.dtype).removeprefix('torch.')}, {shape}{gradient})")
     return lines

@@ -182,9 +182,9 @@ class Commit:
         num_bytes = sum(slot.shape.numel() * slot.dtype.itemsize for slot in slots)
         if num_bytes * self._num_local_ranks > self._free:
             raise CommitTooLargeError(
-                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_local_ranks} ranks of this host"
-                f" keeps one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.cure}, or use"
-                " `strategy='ddp_ext'` with a ModelCheckpoint."
+                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_local_ranks} ranks of this"
+                f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.cure},"
+                " or use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
         pinned = sum(pinned_bytes(slot.shape.numel() * slot.dtype.itemsize) for slot in slots)
         is_of_gpu = self._can_be_pinned and torch.cuda.is_initialized()

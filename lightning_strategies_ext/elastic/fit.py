@@ -245,7 +245,7 @@ class ElasticFit:
             newest = max(self._membership.members, key=lambda member: member.batches)  # the lowest rank of several
             if newest.batches < 0:
                 raise RuntimeError(
-                    "A rank was lost before the first training step, so there is no commit to go back to. Start again."
+                    "A rank was lost before the first training step, so there is no commit to restore. Restart the job."
                 )
             self._share_commit(newest)
             self._restore(newest)
@@ -258,9 +258,9 @@ class ElasticFit:
         number = max(member.fit for member in self._membership.members)
         if number != self._number:
             raise RuntimeError(
-                f"The other ranks are in `fit` number {number} of their script, and this one is in number"
-                f" {self._number}: a rank that joins runs the script from the beginning. Start no second `fit` in a"
-                " script whose ranks may grow."
+                f"This rank is in call {self._number} of `fit`, the other ranks are in call {number}: a rank that"
+                " joins runs the script from its beginning. Call `fit` only once in a script whose number of ranks"
+                " may grow."
             )
 
     def _share_commit(self, newest: Member) -> None:
@@ -285,8 +285,8 @@ class ElasticFit:
         repeated = max(member.done for member in self._membership.members) - newest.step
         num_new = sum(member.is_new for member in self._membership.members)
         rank_zero_info(
-            f"Elastic training continues with {len(self._membership.members)} ranks, {num_new} of them new, from the"
-            f" commit at step {newest.step}; {repeated} steps are repeated."
+            f"Elastic training continues with {len(self._membership.members)} ranks ({num_new} new) from the commit"
+            f" at step {newest.step}; {repeated} steps are repeated."
         )
         if shared.world_size != len(self._membership.members):
             module = trainer.lightning_module
@@ -415,7 +415,7 @@ class ElasticFit:
                 rank = self._membership.next_rank(self._while_waiting_for_rank)
                 if rank is None:
                     self._strategy.fall_silent()
-                    log.warning("This rank ends: %s.", self._membership.no_rank_reason)
+                    log.warning("This rank exits: %s.", self._membership.no_rank_reason)
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
                 number = self._number if self._membership.has_joined else 0
@@ -425,7 +425,7 @@ class ElasticFit:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
             if is_complete:
                 break
-            log.warning("Rank %d: a new rank did not come; asking for another world.", rank)
+            log.warning("Rank %d: a new rank did not join. Requesting another world.", rank)
         self._strategy.take_rank()
         self._saved = None
 
@@ -433,7 +433,7 @@ class ElasticFit:
         if waited_s > SAVE_AFTER_S and self._saved is None and self._commit.shared is not None:
             self._saved = self._save()
             log.warning(
-                "There is no place for this rank in a new world: %s %s",
+                "This rank has no place in the next world: %s %s",
                 self._membership.waiting_reason,
                 self._where_saved(),
             )
@@ -447,17 +447,17 @@ class ElasticFit:
         if self._membership.sigterm_consequence is None:
             self._end()
         raise WorldTooSmallError(
-            f"This rank got a SIGTERM before it was in a new world: {self._membership.sigterm_consequence}."
+            f"This rank received a SIGTERM before it joined a new world: {self._membership.sigterm_consequence}."
             f" {self._where_saved()}"
         )
 
     def _where_saved(self) -> str:
         if self._commit.shared is None:
-            return "It had no state yet that could be saved."
+            return "It had no state to save yet."
         self._saved = self._saved or self._save()
         return (
-            f"The state at step {self._commit.step} is in {self._saved}: `trainer.fit(..., ckpt_path='{self._saved}')`"
-            " continues from there."
+            f"The state at step {self._commit.step} is saved in {self._saved}. Continue with `trainer.fit(...,"
+            f" ckpt_path='{self._saved}')`."
         )
 
     def _save(self) -> Path:
@@ -471,7 +471,7 @@ class ElasticFit:
     def _end(self) -> None:
         self._strategy.fall_silent()
         if isinstance(self._leaves_with, SIGTERMException):
-            log.warning("This rank leaves after a SIGTERM.")
+            log.warning("This rank leaves the world after a SIGTERM.")
         raise self._leaves_with
 
 

@@ -134,9 +134,9 @@ class Keeper:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             answer, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _MOST_FILES)
         except OSError as error:
-            raise KeeperLostError(f"The process that keeps commits does not answer: {error}") from error
+            raise KeeperLostError(f"The process that stores commits does not respond: {error}") from error
         if not answer:
-            raise KeeperLostError("The process that keeps commits has ended.")
+            raise KeeperLostError("The process that stores commits has ended.")
         return json.loads(answer), list(found)
 
     @staticmethod
@@ -146,7 +146,7 @@ class Keeper:
         except OSError as error:
             raise KeeperLostError(
                 f"There is no private directory for the file by which ranks find commits: {error}. Set"
-                f" {user_cache.CACHE_VARIABLE} to a directory to which only this user can write."
+                f" {user_cache.CACHE_VARIABLE} to a directory that only this user can write."
             ) from error
         process, deadline = None, time.monotonic() + START_S
         while time.monotonic() < deadline:
@@ -161,7 +161,7 @@ class Keeper:
             if process is None:
                 process = _start(job, file)
             time.sleep(_POLL_S)
-        raise KeeperLostError(f"No process to keep commits has started within {START_S:g} s.")
+        raise KeeperLostError(f"The process that stores commits did not start within {START_S:g} s.")
 
 
 def _directory() -> Path:

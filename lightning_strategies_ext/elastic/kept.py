@@ -73,7 +73,7 @@ class Memory:
             os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)
         except OSError as error:
             os.close(fd)
-            raise CommitTooLargeError(f"No memory for a commit of {num_bytes} bytes: {error}") from error
+            raise CommitTooLargeError(f"There is no memory for a commit of {num_bytes} bytes: {error}") from error
         return cls(fd)
 
     @property
@@ -141,8 +141,8 @@ def _create_file() -> int:
     except OSError as error:  # seccomp may forbid it
         with tempfile.TemporaryFile() as file:
             rank_zero_warn(
-                f"Commits are kept in unnamed files in {tempfile.gettempdir()}, not in memory: the system forbids"
-                f" `memfd_create` ({error.strerror})."
+                f"Commits are stored in unnamed files in {tempfile.gettempdir()} instead of memory, because the"
+                f" system forbids `memfd_create` ({error.strerror})."
             )
             return os.dup(file.fileno())
 
@@ -231,8 +231,8 @@ class KeptCommit(Commit):
             rest = pickle.dumps((shared, self._rank, self._random, self._own), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise RuntimeError(
-                f"The state of this run cannot be kept for restarted ranks: {error}. Make sure that pickle can save the"
-                " state that callbacks and modules put into checkpoints."
+                f"The state of this run cannot be stored for restarted ranks: {error}. Make sure that the state that"
+                " callbacks and modules put into checkpoints can be pickled."
             ) from error
         memory, starts_at = self._memory, layout_of(shared.slots)[1]
         is_new = memory is None or self._slots != shared.slots
@@ -250,5 +250,5 @@ class KeptCommit(Commit):
                 self._memory.close()
             else:
                 size = starts_at / 2**20
-                rank_zero_info(f"Each commit has {size:.0f} MiB, kept on this host by each of its ranks.")
+                rank_zero_info(f"Each commit has {size:.0f} MiB; each rank stores one on its host.")
             self._memory, self._slots = memory, shared.slots

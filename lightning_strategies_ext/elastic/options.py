@@ -39,13 +39,13 @@ def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
     """
     if uneven_inputs == "error":
         raise ValueError(
-            "`uneven_inputs='error'` with `elastic=True`: ranks that change have different numbers of batches. Use"
-            " 'join' or 'stop'."
+            "`uneven_inputs='error'` cannot be combined with `elastic=True`: when ranks are lost or added, ranks have"
+            " different numbers of batches. Use 'join' or 'stop'."
         )
     if averages_models is not None:
         raise ValueError(
-            f"`{averages_models}` with `elastic=True`: ranks go back to one state, and"
-            " models that are averaged differ in between. Leave one of them out."
+            f"`{averages_models}` cannot be combined with `elastic=True`: a commit has the state of one rank, and"
+            " between two averagings the ranks have different models. Omit one of the two."
         )
 
 
@@ -60,8 +60,9 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
-            "`ModelPruning` in elastic training: it replaces parameters, and a rank that joins creates a module that"
-            " still has them. Prune with `strategy='ddp_spawn_ext'` or `'ddp_ext'`, or after `fit`."
+            "`ModelPruning` cannot be combined with elastic training: it replaces parameters, and a rank that joins"
+            " creates a module with the original ones. Use `strategy='ddp_spawn_ext'` or `'ddp_ext'`, or prune after"
+            " `fit`."
         )
 
 
@@ -83,8 +84,9 @@ def check_is_not_elastic(kind: type, elastic: Any, elastic_class: str, **options
         other = elastic_class.rpartition(":")[2]
         base = other.replace("Elastic", "")
         raise TypeError(
-            f"`elastic=True` with {kind.__name__}: let it inherit from `{other}`, which `{base}(elastic=True)` is."
+            f"`elastic=True` cannot be combined with {kind.__name__}, which does not inherit from `{other}`."
+            f" Derive the class from `{other}`, which is `{base}(elastic=True)`."
         )
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"`{name}={value!r}` is for `elastic=True`. Set that, or leave it out.")
+            raise ValueError(f"`{name}={value!r}` requires `elastic=True`. Set `elastic=True`, or omit the argument.")

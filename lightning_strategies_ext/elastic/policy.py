@@ -46,8 +46,8 @@ class WorldSizePolicy(pl.Callback):
             new: Current number of ranks.
         """
         rank_zero_info(
-            f"{old} -> {new} ranks: each keeps its batch size, so that a step sees {new / old:g} times as many samples;"
-            " the learning rate stays as it is. A `WorldSizePolicy` among the callbacks can do otherwise."
+            f"{old} -> {new} ranks: each rank keeps its batch size, so the global batch has {new / old:g} times as"
+            " many samples; learning rates are unchanged. To change this, add a `WorldSizePolicy` to the callbacks."
         )
 
 
@@ -63,7 +63,7 @@ class KeepGlobalBatch(WorldSizePolicy):
 
     def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
         """Logs the change."""
-        rank_zero_info(f"{old} -> {new} ranks: the batch of all ranks keeps its size, and is divided by {new}.")
+        rank_zero_info(f"{old} -> {new} ranks: the global batch size is unchanged, and is divided by {new}.")
 
 
 class ScaleLearningRate(WorldSizePolicy):
@@ -85,7 +85,9 @@ class ScaleLearningRate(WorldSizePolicy):
         """Scales learning rates."""
         factor = (new / old) ** self._exponent
         scale_learning_rates(trainer, factor)
-        rank_zero_info(f"{old} -> {new} ranks: each keeps its batch size, and learning rates are times {factor:g}.")
+        rank_zero_info(
+            f"{old} -> {new} ranks: each rank keeps its batch size, and learning rates are multiplied by {factor:g}."
+        )
 
 
 def policy_of(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:

@@ -178,9 +178,9 @@ def share_out(
         batches = batches.given
     if type(batches) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "`elastic=True` divides the samples of the training data again whenever the ranks change, which cannot be"
-            f" done for {_described(loader)}. Use a DataLoader over a dataset with a length, with `batch_size`, and"
-            " leave `Trainer(use_distributed_sampler=True)`."
+            f"`elastic=True` cannot be combined with {_described(loader)}, because its samples cannot be divided"
+            " again when the number of ranks changes. Use a DataLoader with `batch_size` over a dataset with a"
+            " length, and do not set `Trainer(use_distributed_sampler=False)`."
         )
     batch_size = batch_size_of(batches.batch_size)
     shared = ElasticSampler(sampler, rank, world_size, batch_size, batches_done)

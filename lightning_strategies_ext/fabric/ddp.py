@@ -105,16 +105,16 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         if isinstance(ddp_comm_state, PostLocalSGDState):
             raise ValueError(
-                f"`ddp_comm_state={ddp_comm_state!r}` lets models drift apart, and under Fabric nothing averages them."
-                " Leave it out and average the models in your loop with torch's PeriodicModelAverager, or use the"
-                " Trainer."
+                f"`ddp_comm_state={ddp_comm_state!r}` lets the models of the ranks differ, and under Fabric the"
+                " strategy does not average them. Omit it and average the models in your loop with torch's"
+                " PeriodicModelAverager, or use the Trainer."
             )
         check_ddp_kwargs(kwargs)
         asked_for = compression_of(compression)
         if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
             raise ValueError(
-                f"`compression={compression!r}` keeps something from step to step that belongs into checkpoints and"
-                " needs the optimizers. Use 'bf16' or 'fp16' under Fabric, or the Trainer's strategy, which has all."
+                f"`compression={compression!r}` has state that belongs in checkpoints, and needs the optimizers. Use"
+                " 'bf16' or 'fp16' under Fabric, or the Trainer, whose strategy supports all compressions."
             )
         self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for)
         self._gradient_sync.check_goes_with(kwargs)

@@ -91,7 +91,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
     def root_device(self) -> torch.device:
         """Device of the modules themselves, of which the replicas are copies."""
         if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
+            raise RuntimeError("The devices are not known yet. Pass the strategy to Fabric first.")
         return self.parallel_devices[0]
 
     @property

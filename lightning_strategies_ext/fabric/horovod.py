@@ -83,7 +83,8 @@ class HorovodStrategy(ParallelStrategy):
     ) -> None:
         if op == "adasum":
             raise ValueError(
-                "`op='adasum'` combines the steps of optimizers, and under Fabric the loop calls them. Use the Trainer."
+                "`op='adasum'` combines the steps of optimizers, which the user's loop calls under Fabric."
+                " Use the Trainer, or another `op`."
             )
         self._options = ExchangeOptions(
             compression,
@@ -135,7 +136,7 @@ class HorovodStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """Device of this rank."""
         if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
+            raise RuntimeError("The devices are not known yet. Pass the strategy to Fabric first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @override

@@ -162,9 +162,14 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         """
         world = self._world
         if self.world_size > 1 and not self.has_joined:
-            raise RuntimeError("`stopping_together` is called before the ranks have met. Call `fabric.launch()` first.")
+            raise RuntimeError(
+                "`stopping_together` was called before the ranks were connected. Call `fabric.launch()` first."
+            )
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("`stopping_together` must be called in the main thread: others handle no signals.")
+            raise RuntimeError(
+                "`stopping_together` must be called in the main thread, because other threads cannot handle"
+                " signals. Call it in the main thread."
+            )
         usual = signal.signal(signum, lambda *_: world.request_stop())
         try:
             world.start_stop_agreement()

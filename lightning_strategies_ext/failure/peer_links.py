@@ -131,7 +131,7 @@ class PeerLinks:
         Returns:
             The error if the connection failed, or if the rank does not listen because its port is None; else None.
         """
-        failed = OSError("it does not listen")
+        failed = OSError("it accepts no connections")
         for address in addresses if port is not None else ():
             try:
                 end = socket.create_connection((address, port), _CONNECT_TIMEOUT_S)

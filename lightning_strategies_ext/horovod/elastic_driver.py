@@ -70,18 +70,18 @@ class DriverMembership:
     """
 
     waiting_reason = (
-        "`horovodrun` waits for more hosts, up to its `--elastic-timeout`, if fewer than `--min-np` ranks are left."
+        "`horovodrun` waits for more hosts, up to its `--elastic-timeout`, if fewer than `--min-np` ranks remain."
     )
-    no_rank_reason = "its host has been taken away, or is blacklisted since a rank on it has died"
-    sigterm_consequence = "so horovodrun ends the job if there are too few ranks"
+    no_rank_reason = "its host was removed, or is blacklisted because a rank on it has exited"
+    sigterm_consequence = "horovodrun ends the job if too few ranks remain"
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.members: list[Member] = []
         if not self.rendezvous(Member(Peer.this_process(launch.rank)), lambda waited_s: None):
             raise RuntimeError(
-                f"Rank {launch.rank}: not all {launch.size} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
-                " script do less before `fit`, or look at the output of the others for why they ended."
+                f"Rank {launch.rank}: not all {launch.size} ranks joined within {JOIN_TIMEOUT_S:.0f} s. Do less in"
+                " the script before `fit`, or check in the output of the other ranks why they exited."
             )
         self.has_joined = all(member.is_new for member in self.members)
 
@@ -105,7 +105,7 @@ class DriverMembership:
         if isinstance(answer[0], Exception):
             raise answer[0]
         if not answer[0]:
-            raise MembershipServiceError("The elastic driver has no answer for this rank")
+            raise MembershipServiceError("The elastic driver has no response for this rank")
         numbers = answer[0].decode().split(",")
         if int(numbers[0]) < 0:
             return None
@@ -253,7 +253,7 @@ def _request(method: str, path: str, body: bytes | None = None, timeout_s: float
     except TimeoutError:
         raise
     except (OSError, HTTPException) as error:
-        raise MembershipServiceError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
+        raise MembershipServiceError(f"The elastic driver at {address}:{port} does not respond: {error}") from error
     finally:
         connection.close()
     return content if response.status == 200 else b""

@@ -93,7 +93,7 @@ def check_num_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> N
     raise ValueError(
         f"`num_nodes={num_nodes}`: "
         + (
-            f"{launch.launcher} has started ranks on {hosts} hosts. Leave `num_nodes` out."
+            f"{launch.launcher} has started ranks on {hosts} hosts. Omit `num_nodes`."
             if launch is not None
             else "without a launcher, Horovod's ranks are started on this host only. Use `horovodrun -H` or `mpirun`."
         )
@@ -129,9 +129,9 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
     if not isinstance(environment, HorovodEnvironment):
         if environment.creates_processes_externally and not is_started_by_us():
             if (starter := lost_starter()) is not None:
-                raise RuntimeError(f"The process {starter} that had started this rank has ended; so does this rank.")
+                raise RuntimeError(f"The process {starter} that started this rank has ended, so this rank exits.")
             raise ValueError(
-                f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
+                f"The processes were started for {type(environment).__name__}, but Horovod requires ranks from"
                 " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."
                 f" {rank_variables.inherited_text()}"
             )
@@ -140,7 +140,7 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
     if len(devices) not in (1, launch.local_size):
         raise ValueError(
             f"`devices={len(devices)}`: {launch.launcher} has started {launch.local_size} ranks on this host. Use"
-            f" `devices={launch.local_size}`, or start as many ranks as devices."
+            f" `devices={launch.local_size}`, or start one rank per device."
         )
 
 

@@ -69,8 +69,8 @@ class ExchangeOptions:
     def __post_init__(self) -> None:
         if str(self.compression) == "bf16":
             raise ValueError(
-                "`compression='bf16'`: Horovod 0.28 cannot sum bfloat16. Use 'fp16' (with a gradient scaler, since its"
-                " range is small), or 'none'."
+                "`compression='bf16'`: Horovod 0.28 cannot sum bfloat16. Use 'fp16' (with a gradient scaler, because"
+                " its range is small), or 'none'."
             )
         for name, known in (("compression", ("none", "fp16")), ("op", ("average", "sum", "adasum"))):
             if getattr(self, name) not in known:
@@ -79,11 +79,11 @@ class ExchangeOptions:
             check_whole_number("num_groups", self.num_groups, 0)
         check_flag("sparse_as_dense", self.sparse_as_dense)
         if not isinstance(self.gradient_predivide_factor, (int, float)) or self.gradient_predivide_factor <= 0:
-            raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be above 0.")
+            raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be positive.")
         if self.gradient_predivide_factor != 1.0 and self.op != "average":
             raise ValueError(
-                f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` splits the division of an average, and"
-                f" `op={self.op!r}` is none. Leave one of them out."
+                f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` splits the division of an average,"
+                f" but `op={self.op!r}` does not average. Omit one of the two."
             )
 
 
@@ -100,9 +100,9 @@ def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
     # The wrapper is a dynamically created subclass of the optimizer's class, with the same name.
     if getattr(getattr(optimizer, "zero_grad", None), "__module__", "") == "horovod.torch.optimizer":
         raise TypeError(
-            f"`horovod.torch.DistributedOptimizer` has wrapped the optimizer {type(optimizer).__name__}, and"
-            f" {strategy} exchanges gradients as well: both would reduce the same gradients. Use the optimizer without"
-            " the wrapper, and pass `op`, `compression` and `process_set` to the strategy."
+            f"`horovod.torch.DistributedOptimizer` wraps the optimizer {type(optimizer).__name__}, but {strategy}"
+            " already exchanges its gradients: both would reduce the same gradients. Use the optimizer without the"
+            " wrapper, and pass `op`, `compression` and `process_set` to the strategy."
         )
 
 
@@ -214,8 +214,8 @@ class GradientExchange:
         for exchange in self._together:
             if exchange._ready:
                 raise RuntimeError(
-                    "The backward pass before this one ended with an exception, after this rank had begun to exchange"
-                    " gradients. The ranks would mix those of both passes. Do not continue after an exception in a"
+                    "The previous backward pass raised an exception after this rank had begun to exchange gradients,"
+                    " so the ranks would mix gradients of two passes. Do not continue after an exception in a"
                     " backward pass."
                 )
             exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
@@ -344,9 +344,9 @@ class GradientExchange:
         if not self.is_held_back and self._process_set.included():
             if self._num_finished and self._options.op == "sum":
                 raise RuntimeError(
-                    f"`op='sum'`: a second backward pass in `backward` or `on_after_backward` computed"
-                    f" {self._names[parameter]}, whose gradient is a sum over ranks already and would be summed again."
-                    " Add up the losses for one backward pass, or use `op='average'`."
+                    "`op='sum'`: a second backward pass in `backward` or `on_after_backward` computed"
+                    f" {self._names[parameter]}, whose gradient is already summed over the ranks and would be summed"
+                    " again. Add the losses and run one backward pass, or use `op='average'`."
                 )
             if not self._is_queued:  # the user's `backward` uses a different loss
                 self._together[0]._queue()
@@ -355,9 +355,10 @@ class GradientExchange:
     def _keep_local(self, parameter: Parameter) -> None:
         if not self._is_automatic and not self.is_held_back:
             raise RuntimeError(
-                f"A backward pass outside of `self.manual_backward` computed {self._names[parameter]}, which the ranks"
-                " would not exchange. Call `self.manual_backward(loss)` in place of `loss.backward()`. For gradients"
-                " of one rank, use `torch.autograd.grad`, or `with self.trainer.strategy.block_backward_sync():`."
+                f"A backward pass outside of `self.manual_backward` computed {self._names[parameter]}, which the"
+                " ranks would not exchange. Call `self.manual_backward(loss)` instead of `loss.backward()`. For"
+                " gradients of one rank, use `torch.autograd.grad`, or `with"
+                " self.trainer.strategy.block_backward_sync():`."
             )
         self._has_own = True
 
@@ -375,9 +376,9 @@ class GradientExchange:
     def _start(self, parameter: Parameter) -> None:
         if parameter in self._ready:
             raise RuntimeError(
-                f"One backward pass computed {self._names[parameter]} twice, and the ranks exchange it once. Use"
-                " `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, and start no backward pass in a hook"
-                " of another one."
+                f"One backward pass computed {self._names[parameter]} twice, but the ranks exchange it once. Use"
+                " `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, and do not start a backward pass in"
+                " a hook of another one."
             )
         self._ready.add(parameter)
         gradient = cast(Tensor, parameter.grad)
@@ -459,11 +460,14 @@ class DeltaExchange:
         size = self._process_set.size()
         if not hvd.mpi_enabled() and not hvd.nccl_built():
             raise RuntimeError(
-                "`op='adasum'` needs Horovod over MPI: start the ranks with `mpirun` (or `horovodrun --mpi`), with a"
-                " Horovod that was built by `python -m lightning_strategies_ext install-horovod --mpi`."
+                "`op='adasum'` requires Horovod over MPI. Start the ranks with `mpirun` (or `horovodrun --mpi`), with"
+                " a Horovod that was built by `python -m lightning_strategies_ext install-horovod --mpi`."
             )
         if size & (size - 1):
-            raise RuntimeError(f"`op='adasum'` needs 1, 2, 4, 8, ... ranks; there are {size}.")
+            raise RuntimeError(
+                f"`op='adasum'` requires 1, 2, 4, 8, ... ranks, but there are {size}. Change the number of ranks,"
+                " or use another `op`."
+            )
 
     @contextmanager
     def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:

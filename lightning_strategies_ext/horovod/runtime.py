@@ -60,8 +60,8 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
 
     if device.type == "cuda" and not hvd.cuda_built():
         raise RuntimeError(
-            "This Horovod was built for tensors on CPUs, and would read those on GPUs before they are there. Build it"
-            " with `python -m lightning_strategies_ext install-horovod --nccl`, or use `accelerator='cpu'`."
+            "This Horovod was built for tensors on CPUs, and would read tensors on GPUs before they are computed."
+            " Build it with `python -m lightning_strategies_ext install-horovod --nccl`, or use `accelerator='cpu'`."
         )
     process_sets = [] if process_set is None else [process_set]
     forking.make_fork_safe()
@@ -81,12 +81,12 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
-            " `horovod.torch.init(process_sets=[...])`, or let the first Trainer have it."
+            " `horovod.torch.init(process_sets=[...])`, or to the first Trainer."
         )
     if (hvd.rank(), hvd.size()) != (launch.rank, launch.size):
         raise RuntimeError(
-            f"Horovod is initialized in this process as rank {hvd.rank()} of {hvd.size()}, and this run is for rank"
-            f" {launch.rank} of {launch.size}. Use as many `devices` in every Trainer of a script, or call"
+            f"Horovod is initialized in this process as rank {hvd.rank()} of {hvd.size()}, but this run is for rank"
+            f" {launch.rank} of {launch.size}. Use the same number of `devices` in every Trainer of a script, or call"
             " `horovod.torch.shutdown()` between them."
         )
 

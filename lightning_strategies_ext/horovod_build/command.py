@@ -31,10 +31,12 @@ class InstallError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command to a parser."""
-    parser.add_argument("--mpi", action="store_true", help="build with MPI too, to run under mpirun")
-    parser.add_argument("--nccl", action="store_true", help="build with CUDA and NCCL, to reduce between GPUs")
-    parser.add_argument("--wheel-dir", type=Path, help="where wheels are kept (default: the user's cache directory)")
-    parser.add_argument("--rebuild", action="store_true", help="build again even if there is a wheel")
+    parser.add_argument("--mpi", action="store_true", help="also build with MPI, to run under mpirun")
+    parser.add_argument("--nccl", action="store_true", help="also build with CUDA and NCCL, to reduce between GPUs")
+    parser.add_argument(
+        "--wheel-dir", type=Path, help="directory in which wheels are stored (default: the user's cache directory)"
+    )
+    parser.add_argument("--rebuild", action="store_true", help="rebuild even if there is a wheel")
 
 
 def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
@@ -57,7 +59,7 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
             _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
             for item in missing:
                 _say(console, f"  - {item.what}\n      {item.fix}")
-            _say(console, "Install what is named, then run the command again.")
+            _say(console, "Install the missing requirements, then run the command again.")
             return MISSING
         with _ended_by_sigterm():
             _ensure_installed(cache, key, toolchain, arguments.rebuild, console)
@@ -65,17 +67,21 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
                 prove(launcher, toolchain.environment)
                 _say(console, f"{launcher.name}: two ranks reduced.")
     except ProofError as error:
-        _say(console, f"{error}\nHorovod is installed and does not work. The wheel is in {cache.entry(key)}")
-        _say(console, f"If its output names nothing to correct, build it again: {_repeated(arguments)} --rebuild")
+        _say(console, f"{error}\nHorovod is installed but does not work. The wheel is in {cache.entry(key)}")
+        _say(console, f"If its output shows no cause, rebuild it: {_repeated(arguments)} --rebuild")
         return FAILED
     except (SourceError, UnknownSourceError, BuildError, InstallError) as error:
         _say(console, str(error))
         return FAILED
     except OSError as error:
-        _say(console, f"{error}\nCorrect this, or name another place for wheels with --wheel-dir; then run it again.")
+        _say(
+            console,
+            f"{error}\n"
+            "Correct this, or pass another directory for wheels with --wheel-dir; then run the command again.",
+        )
         return FAILED
     except KeyboardInterrupt:
-        _say(console, f"Interrupted; nothing half-made was kept. Run it again with: {_repeated(arguments)}")
+        _say(console, f"Interrupted; no partial build was stored. Run it again with: {_repeated(arguments)}")
         return FAILED
     _say(console, f"Horovod {key.horovod} works with torch {key.torch}.")
     return SUCCESS
@@ -84,7 +90,7 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
 def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, rebuild: bool, console: Console) -> None:
     """Installs the Horovod of a key, unless installed; builds its wheel only if the cache has none."""
     if not rebuild and _is_installed(key):
-        _say(console, f"Horovod {key.horovod} for torch {key.torch} is installed already.")
+        _say(console, f"Horovod {key.horovod} for torch {key.torch} is already installed.")
         return
     with cache.lock(key, waiting=lambda: _say(console, "Another build of the same wheel is running; waiting for it.")):
         wheel = None if rebuild else cache.find(key)
@@ -92,7 +98,7 @@ def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, re
             _say(console, f"Installing the wheel that was built earlier: {wheel}")
         else:
             wheel = _build(cache, key, toolchain, console)
-            _say(console, f"The wheel is kept: {wheel}")
+            _say(console, f"The wheel is stored in {wheel}")
     _install(wheel)
 
 
@@ -105,11 +111,11 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
     """Builds the wheel in a temporary directory, and stores the complete wheel in the cache."""
     log = cache.directory / f"{key.directory_name}.log"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as directory:
-        _say(console, f"Fetching the source of Horovod {key.horovod}.")
+        _say(console, f"Downloading the source of Horovod {key.horovod}.")
         source = fetch_source(Path(directory))
         changes = apply_fixes(source, toolchain.cxx_standard, toolchain.library_directories, bool(toolchain.cuda))
         for fix in changes:
-            _say(console, f"Changed {fix.file}: {fix.reason}.")
+            _say(console, f"Patched {fix.file}: {fix.reason}.")
         _say(console, f"Building for torch {key.torch}; this takes minutes. The log is {log}")
         try:
             kept = cache.store(key, build_wheel(source, Path(directory), log, toolchain, console))
@@ -129,8 +135,10 @@ def _install(wheel: Path) -> None:
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise InstallError(
-            f"pip could not install {wheel}:\n{done.stdout.strip()}\n"
-            f"The wheel is kept: correct what pip says, then run {COMMAND} again; it will not build again."
+            f"pip could not install {wheel}:\n"
+            f"{done.stdout.strip()}\n"
+            f"The wheel is stored: correct the error that pip reports, then run {COMMAND} again; it will not rebuild"
+            " the wheel."
         )
 
 

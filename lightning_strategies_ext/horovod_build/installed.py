@@ -31,7 +31,7 @@ def horovod_problem() -> str | None:
     """
     package, torch = package_directory("horovod"), torch_version()
     if torch is None:
-        return "PyTorch is not installed, and Horovod is built for an installed PyTorch. Install torch first."
+        return "PyTorch is not installed, but Horovod is built for an installed PyTorch. Install torch first."
     if package is None:
         return f"Horovod is not installed. Build it for this PyTorch with: {COMMAND}"
     command = _command()
@@ -39,7 +39,10 @@ def horovod_problem() -> str | None:
         return f"The installed Horovod was built without PyTorch, or for another Python. Build it with: {command}"
     built_for = built_for_torch(package)
     if built_for is not None and built_for != torch:
-        return f"The installed Horovod was built for torch {built_for}, and torch is {torch}. Build it with: {command}"
+        return (
+            f"The installed Horovod was built for torch {built_for}, but the installed torch is {torch}. Build it"
+            f" with: {command}"
+        )
     return None
 
 
@@ -50,7 +53,7 @@ def what_is_not_fixed() -> str | None:
         return None
     return (
         "The installed Horovod was built by an earlier version of lightning-strategies-ext, and a rank may hang in it"
-        f" after another rank is lost. Build it again with: {_command()}"
+        f" after another rank is lost. Rebuild it with: {_command()}"
     )
 
 

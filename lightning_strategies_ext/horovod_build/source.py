@@ -96,7 +96,7 @@ def _download(
     files = sorted(destination.glob("*"))
     if done.returncode != 0 or len(files) != len(requirements):
         raise SourceError(
-            f"pip could not download the source of horovod {HOROVOD_VERSION} and what its build needs:\n"
+            f"pip could not download the source of horovod {HOROVOD_VERSION} and the requirements of its build:\n"
             f"{done.stdout.strip()}\n"
             "Check the network and pip's index configuration (pip config list), then run the command again."
         )
@@ -127,7 +127,9 @@ def unpack_source(archive: Path, directory: Path, sha256: str = ARCHIVE_SHA256) 
         for member in content.getmembers():
             parts = PurePosixPath(member.name).parts
             if not parts or parts[0] in ("/", "..") or ".." in parts or not (member.isfile() or member.isdir()):
-                raise SourceError(f"{archive.name} holds {member.name!r}, which is no file below its own directory.")
+                raise SourceError(
+                    f"{archive.name} contains {member.name!r}, which is not a file below its own directory."
+                )
         if hasattr(tarfile, "data_filter"):
             content.extractall(directory, filter="data")
         else:  # early releases of Python 3.10 and 3.11 have no filters; the loop above checks the paths

@@ -67,7 +67,7 @@ def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, 
         raise BuildError(
             f"The build of Horovod failed (exit code {exit_code}). The last lines of its log:\n"
             + "\n".join(tail)
-            + f"\nThe whole log is in {log}. Correct what its first line with 'error' says, and run the command again."
+            + f"\nThe whole log is in {log}. Correct the first error in it, and run the command again."
         )
     return built[0]
 

@@ -234,8 +234,8 @@ def find_command() -> tuple[list[str], str | None]:
         return [sys.executable, *current_options(), os.path.abspath(entry), *arguments], None
     if kind in ("", "-"):
         raise RuntimeError(
-            "The script was read from the standard input, so it cannot run again for each rank. Save it to a file, or"
-            " use `strategy='ddp_spawn_ext'`."
+            "The script was read from standard input, so it cannot run again for each rank. Save it to a file, or use"
+            " `strategy='ddp_spawn_ext'`."
         )
     target, original = (rest[0], rest[1:]) if kind in ("-c", "-m") else (_path_of_script(kind), rest)
     unmatched = iter(original)

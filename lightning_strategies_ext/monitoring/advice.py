@@ -62,9 +62,9 @@ def advise(times: Sequence[RankTimes], job: Job) -> str:
     if limits:
         return max(limits, key=lambda limit: limit.share).text
     if len(times) == 1:
-        return "One process: nothing is exchanged, and computation is the limit."
+        return "One process: nothing is exchanged, and computation is the bottleneck."
     exposed = exposed_share(times)
-    return f"Computation is the limit: a step waits for communication for {_percent(exposed)} of its time."
+    return f"Computation is the bottleneck: a step waits for communication for {_percent(exposed)} of its time."
 
 
 def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
@@ -77,8 +77,8 @@ def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
     data = share(min(each.data_ms for each in times), step_ms)
     yield Limit(
         data,
-        f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for its data for {_percent(data)} of a step:"
-        " give the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
+        f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for data for {_percent(data)} of a step. Give"
+        " the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
     )
     in_turns = share(mean_over_ranks(times, "waiting_ms"), step_ms)
     if by < in_turns / 2:
@@ -92,7 +92,7 @@ def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
     transfer = share(mean_over_ranks(times, "transfer_ms"), step_ms)
     yield Limit(
         transfer,
-        f"The link is the limit: a step waits for transfer for {_percent(transfer)} of its time, with"
+        f"The network is the bottleneck: a step waits for transfers for {_percent(transfer)} of its time, with"
         f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_about_link(times, job)}",
     )
 
@@ -102,16 +102,17 @@ def _about_slowest(slowest: Slowest, step_ms: float) -> str:
     names = {"data": "data loading", "forward": "the forward pass", "backward": "the backward pass"}
     cures = {
         "data": f"Give rank {rank}'s DataLoader more workers (`num_workers=...`), or faster storage.",
-        "forward": f"Give rank {rank} batches of the same cost as the others', or look for what else its device does.",
-        "optimizer": f"Look for what rank {rank} alone does in hooks and callbacks after its backward pass.",
+        "forward": f"Give rank {rank} batches of the same cost as those of the other ranks, or check what else its"
+        " device computes.",
+        "optimizer": f"Check what only rank {rank} does in hooks and callbacks after its backward pass.",
         "other": f"Look for what rank {rank} alone does between steps: logging (`log_every_n_steps=...`), checkpoints"
         " (`ModelCheckpoint(every_n_train_steps=...)`), callbacks.",
     }
     cures["backward"] = cures["forward"]
-    where = names.get(slowest.phase, "what comes between two steps" if slowest.phase == "other" else "optimizer steps")
+    where = names.get(slowest.phase, "work between two steps" if slowest.phase == "other" else "optimizer steps")
     return (
-        f"Rank {rank} is the limit: the others wait for it for {slowest.by_ms:.3g} ms per step ({waited} of it). It is"
-        f" slower by {slowest.phase_by_ms:.3g} ms in {where}. {cures[slowest.phase]}"
+        f"Rank {rank} is the bottleneck: other ranks wait {slowest.by_ms:.3g} ms per step for it ({waited} of the"
+        f" step). It is slower by {slowest.phase_by_ms:.3g} ms in {where}. {cures[slowest.phase]}"
     )
 
 
@@ -119,22 +120,31 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
     hidden = share(mean_over_ranks(times, "hidden_ms"), mean_over_ranks(times, "communication_ms"))
     num_bytes = mean_over_ranks(times, "num_bytes")
     if job.is_stock and job.num_hosts == 1:
-        return "`strategy='ddp_ext'` exchanges over shared memory on CPUs, and waits less for single collectives."
-    if num_bytes < _FEW_BYTES:
-        made = ", and the time to make them" if job.is_compressed else ""
         return (
-            f"So few bytes take round trips{made}, not bandwidth: exchange less often"
-            " (`Trainer(accumulate_grad_batches=...)`) or make the step longer by a larger batch."
+            "Use `strategy='ddp_ext'`, which exchanges over shared memory on CPUs, and waits less for single"
+            " collectives."
+        )
+    if num_bytes < _FEW_BYTES:
+        made = " and the time to compress them" if job.is_compressed else ""
+        return (
+            f"For so few bytes, latency{made} matters, not bandwidth. Exchange less often"
+            " (`Trainer(accumulate_grad_batches=...)`), or increase the batch size, which makes the step longer."
         )
     if job.is_stock and job.num_hosts > 1:
-        levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and "
-        less = "`strategy='ddp_ext_bf16'`, or another `compression` of its, exchanges less."
+        levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and "
+        less = "`strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less."
         return levels + less if len(times) > job.num_hosts else less
     if job.compressions and job.num_hosts > 1:
-        return f"`compression=...` exchanges less: {', '.join(map(repr, job.compressions))}."
+        return f"Use `compression=...` to exchange less: {', '.join(map(repr, job.compressions))}."
     if job.num_buckets == 1 and hidden < _MOSTLY:
-        return "`bucket_cap_mb=...` of less lets it begin while the backward pass still computes; 'auto' finds a size."
-    return "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or make the step longer by a larger batch."
+        return (
+            "Use a smaller `bucket_cap_mb=...`, so that the exchange begins while the backward pass still"
+            " computes; 'auto' finds a size."
+        )
+    return (
+        "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or increase the batch size, which makes"
+        " the step longer."
+    )
 
 
 def _percent(part: float) -> str:

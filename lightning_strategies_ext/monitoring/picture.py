@@ -10,7 +10,7 @@ _COLORS = {
     "data": "tab:olive",
     "forward": "tab:blue",
     "backward": "tab:cyan",
-    "waits for exchange": "tab:red",
+    "waits for the exchange": "tab:red",
     "optimizer": "tab:purple",
     "gradients": "tab:orange",
     "models": "tab:brown",

@@ -104,7 +104,7 @@ def _of_batches(window: Window, origin: int) -> Iterator[Span]:
         ready, done = (0, 0) if exchange is None else (int(exchange["ready"]), int(exchange["end"]))
         parts = [("data", fetch, begin), ("forward", begin, backward)]
         if backward <= ready <= done <= end:
-            parts += [("backward", backward, min(ready, backward_end)), ("waits for exchange", ready, done)]
+            parts += [("backward", backward, min(ready, backward_end)), ("waits for the exchange", ready, done)]
             parts += [("optimizer", max(done, backward_end), end)]
         else:
             parts += [("backward", backward, backward_end), ("optimizer", backward_end, end)]

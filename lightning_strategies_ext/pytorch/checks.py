@@ -24,9 +24,9 @@ def check_callbacks(trainer: "pl.Trainer | None") -> None:
     """
     if any(isinstance(callback, BatchSizeFinder) for callback in _callbacks_of(trainer)):
         raise MisconfigurationException(  # as in Lightning
-            "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
+            "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, but this strategy has"
             " several. Find the size with `Trainer(strategy='auto', devices=1)`, or for all devices with"
-            " `strategy='dp_ext'`, and train with the size that was found and without the callback."
+            " `strategy='dp_ext'`, and train with that size and without the callback."
         )
 
 
@@ -42,8 +42,8 @@ def check_batch_norm(module: Module, device: torch.device) -> None:
     """
     if device.type == "cpu" and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         raise ValueError(
-            "`sync_batchnorm=True` needs GPUs: neither torch's SyncBatchNorm nor Horovod's computes on CPUs, and"
-            f" {type(module).__name__} has batch normalisation. Leave it out, or use `accelerator='gpu'`."
+            "`sync_batchnorm=True` requires GPUs: neither torch's SyncBatchNorm nor Horovod's supports CPUs, but"
+            f" {type(module).__name__} has batch normalization. Omit the argument, or use `accelerator='gpu'`."
         )
 
 
@@ -56,9 +56,9 @@ def check_precision(compression: Compression | None, precision: Precision) -> No
     if is_stateless(compression) or not isinstance(precision, MixedPrecision) or precision.scaler is None:
         return
     raise ValueError(
-        f"`compression={compression!r}` does not go with `precision={precision.precision!r}`, which scales"
-        " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
-        " 'bf16' or 'fp16'."
+        f"`compression={compression!r}` cannot be combined with `precision={precision.precision!r}`, which scales"
+        " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression 'bf16' or"
+        " 'fp16'."
     )
 
 

@@ -204,13 +204,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def root_device(self) -> torch.device:
         """Device of this rank."""
         if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+            raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
         if self.local_rank >= len(self.parallel_devices):
             raise RuntimeError(
-                f"This process is local rank {self.local_rank}, as its environment says, and `devices` gives this host"
-                f" {len(self.parallel_devices)}. Give the Trainer as many `devices` as processes were started per host,"
-                " or start as many processes as there are devices. If each process is to have its own GPU, let it see"
-                " no other (`--gpus-per-task=1` under SLURM), with `devices=1`."
+                f"This process is local rank {self.local_rank} according to its environment, but `devices` specifies"
+                f" {len(self.parallel_devices)} for this host. Pass as many `devices` to the Trainer as processes"
+                " were started per host, or start one process per device. If each process is to use its own GPU, make"
+                " only that GPU visible to it (`--gpus-per-task=1` under SLURM), with `devices=1`."
             )
         return self.parallel_devices[self.local_rank]
 

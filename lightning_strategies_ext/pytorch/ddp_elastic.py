@@ -65,8 +65,8 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         if kwargs.get("start_method", "popen") != "popen":
             raise ValueError(
-                f"`start_method={kwargs['start_method']!r}`: torchrun starts the ranks of {type(self).__name__}. Leave"
-                " it out, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
+                f"`start_method={kwargs['start_method']!r}`: torchrun starts the ranks of {type(self).__name__}. Omit"
+                " the argument, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
             )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
@@ -84,12 +84,13 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
     def _find_job(self) -> Job:
         if sys.platform != "linux":
             raise UnavailableHereError(
-                f"`strategy='{self.strategy_name}'` needs Linux, which can keep memory for others."
+                f"`strategy='{self.strategy_name}'` requires Linux, on which commits are stored for restarted"
+                " ranks. Use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
         job = Job.of_this_process()
         if job is None:
             raise UnavailableHereError(
-                f"`strategy='{self.strategy_name}'`: torchrun has not started this process ({RUN_ID} is not set). Use"
+                f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID} is not set). Use"
                 " `torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py`, or"
                 " `strategy='ddp_spawn_elastic_ext'`, which needs no torchrun."
             )
@@ -109,7 +110,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
     def membership(self) -> RestartedMembership:
         """Membership of this rank, during ``fit``."""
         if self._membership is None:
-            raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
+            raise RuntimeError("`membership` is available only on the ranks of `fit`, while it runs.")
         return self._membership
 
     @override
@@ -129,7 +130,9 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         )
         has_begun = any(member.batches >= 0 for member in self._membership.members)
         if not has_begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            rank_zero_info("No host has a commit of this `fit`: it begins as the script says, with its `ckpt_path`.")
+            rank_zero_info(
+                "No host has a commit of this `fit`, so it starts from the beginning, or from its `ckpt_path`."
+            )
         self._make_fit(trainer, number, commit, has_begun=has_begun)
 
     @override

@@ -32,7 +32,7 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 #: defaults of the base class's arguments, too.
 _REFUSED = {
     "start_method": ("forkserver", "Ray starts the workers"),
-    "cluster_environment": (None, "ranks and addresses come from where Ray has put the workers"),
+    "cluster_environment": (None, "Ray determines ranks and addresses"),
 }
 
 
@@ -92,16 +92,16 @@ class DDPRayStrategy(DDPSpawnStrategy):
         for name, (default, why) in _REFUSED.items():
             value = kwargs.pop(name, default)
             if value != default:
-                raise ValueError(f"`{name}={value!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
+                raise ValueError(f"`{name}={value!r}` cannot be combined with `ddp_ray_ext`: {why}. Omit the argument.")
         check_resource_arguments(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
         if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
             raise ValueError(
-                f"`num_gpus_per_worker={num_gpus_per_worker!r}`: a worker computes on one GPU. Use as many"
-                " `num_workers` as GPUs."
+                f"`num_gpus_per_worker={num_gpus_per_worker!r}`: a worker computes on one GPU. Use one worker per GPU"
+                " (`num_workers`)."
             )
         check_address(address)
         if runtime_env is not None and not isinstance(runtime_env, dict):
-            raise TypeError(f"`runtime_env` must be a dict, as `ray.init` takes it, or None, got {runtime_env!r}.")
+            raise TypeError(f"`runtime_env` must be a dict, as for `ray.init`, or None, got {runtime_env!r}.")
         check_environment_variables(environment_variables)
         check_ray_installed()
         super().__init__(**kwargs)
@@ -121,14 +121,14 @@ class DDPRayStrategy(DDPSpawnStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes > 1:
             raise ValueError(
-                f"`num_nodes={self.num_nodes}`: Ray decides on which hosts workers are. Leave it out and give"
+                f"`num_nodes={self.num_nodes}`: Ray decides on which hosts workers run. Omit the argument and pass"
                 " `num_workers` to the strategy, with `placement='SPREAD'` for as many hosts as possible."
             )
         devices = self.parallel_devices or [torch.device("cpu")]
         if self._num_workers is not None:
             if devices[0].type == "cpu" and len(devices) not in (1, self._num_workers):
                 raise ValueError(
-                    f"`num_workers={self._num_workers}` and `devices={len(devices)}` differ. Give one of them only."
+                    f"`num_workers={self._num_workers}` and `devices={len(devices)}` differ. Pass only one of them."
                 )
             self.parallel_devices = [devices[0]] * self._num_workers
         super()._configure_launcher()
@@ -153,12 +153,12 @@ class DDPRayStrategy(DDPSpawnStrategy):
         num_gpus = float(is_on_gpus) if self._num_gpus is None else self._num_gpus
         if num_gpus and not is_on_gpus:
             raise ValueError(
-                f"`num_gpus_per_worker={num_gpus:g}`, and the Trainer computes on CPUs: use"
-                " `Trainer(accelerator='gpu')`, in a main process that has a GPU, too."
+                f"`num_gpus_per_worker={num_gpus:g}`, but the Trainer computes on CPUs. Use"
+                " `Trainer(accelerator='gpu')`, in a main process that also has a GPU."
             )
         if is_on_gpus and not num_gpus:
             raise ValueError(
-                "`num_gpus_per_worker=0`, and the Trainer computes on GPUs: leave it out, or use"
+                "`num_gpus_per_worker=0`, but the Trainer computes on GPUs. Omit the argument, or use"
                 " `Trainer(accelerator='cpu')`."
             )
         return ResourceDemand(self._num_cpus, num_gpus, self._resources, self._placement)
@@ -208,12 +208,11 @@ def _written_to(trainer: "pl.Trainer") -> list[str]:
 def _check_are_seen(signs: list[str], rank: int) -> None:
     for sign in signs:
         if not os.path.exists(sign):
-            cure = "let the main process's host have CPUs in the cluster, where rank 0 is put then"
+            cure = "add CPUs of the main process's host to the cluster, so that rank 0 runs there"
             if rank:
-                cure = "leave `elastic` out, by which any rank may have to write them when others are lost"
+                cure = "omit `elastic`, with which any rank may have to write files after others are lost"
             raise RuntimeError(
-                f"{os.path.dirname(sign)} of the main process is not that of {socket.gethostname()}, where rank {rank}"
-                " is: checkpoints and logs would not be found. Give the Trainer a `default_root_dir` (and callbacks and"
-                " loggers a directory) on a storage that all hosts see, a shared disk or an address such as 's3://…';"
-                f" or {cure}."
+                f"Rank {rank} on {socket.gethostname()} does not see the main process's directory"
+                f" {os.path.dirname(sign)}, so checkpoints and logs would be lost. Set `default_root_dir` (and the"
+                f" directories of callbacks and loggers) to shared storage, such as NFS or 's3://…', or {cure}."
             )

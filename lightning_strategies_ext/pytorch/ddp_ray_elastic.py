@@ -56,8 +56,9 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         super().__init__(*args, **kwargs)
         if is_client_address(self._address):
             raise ValueError(
-                f"`address={self._address!r}` with `elastic=True`: workers meet in the main process, which they cannot"
-                " reach through Ray Client. Run the script in the cluster, or leave `elastic` out."
+                f"`address={self._address!r}` cannot be combined with `elastic=True`: workers connect to the main"
+                " process, which they cannot reach through Ray Client. Run the script in the cluster, or omit"
+                " `elastic`."
             )
         self.restart_policy = replace(self.restart_policy, wait_timeout_s=self._wait_s)
 

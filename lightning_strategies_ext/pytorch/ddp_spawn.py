@@ -78,8 +78,8 @@ class DDPSpawnStrategy(DDPStrategy):
         )
         if start_method not in ("spawn", "fork", "forkserver"):
             raise ValueError(
-                f"`start_method={start_method!r}` starts no workers. Use 'forkserver', 'spawn' or 'fork'; for scripts"
-                " that run once per device, use DDPStrategy."
+                f"`start_method={start_method!r}` starts no workers. Use 'forkserver', 'spawn' or 'fork', or"
+                " DDPStrategy for scripts that run once per device."
             )
         super().__init__(*args, start_method=start_method, **kwargs)  # type: ignore[misc]  # not among `args`
         self._wants_sync_batchnorm = False
@@ -147,8 +147,8 @@ class DDPSpawnStrategy(DDPStrategy):
         """
         if not self.parallel_devices:
             raise ValueError(
-                "`parallel_devices` are not known: give them to the strategy, e.g."
-                " `parallel_devices=[torch.device('cpu')] * 2`, or give the strategy to a Trainer."
+                "`parallel_devices` are not known. Pass them to the strategy, for example"
+                " `parallel_devices=[torch.device('cpu')] * 2`, or pass the strategy to a Trainer."
             )
         if self.cluster_environment is None:
             self.cluster_environment = LightningEnvironment()

@@ -90,7 +90,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         **kwargs: Any,
     ) -> None:
         if elastic is not True:
-            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `DDPSpawnStrategy`.")
+            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is always elastic. Use `DDPSpawnStrategy`.")
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         self.restart_policy = RestartPolicy(
@@ -103,8 +103,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         super().__init__(*args, **kwargs)
         if self._start_method == "fork":
             raise ValueError(
-                "`start_method='fork'` with `elastic=True`: a worker is restarted in the middle of training, when"
-                " this process has threads that a fork would break. Use 'forkserver' or 'spawn'."
+                "`start_method='fork'` cannot be combined with `elastic=True`: workers are restarted during training,"
+                " when this process has threads that do not survive a fork. Use 'forkserver' or 'spawn'."
             )
         self._named_backend = self._process_group_backend
         self._fit: ElasticFit | None = None
@@ -117,7 +117,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     def membership(self) -> WorkerMembership:
         """Membership of this worker, during ``fit``."""
         if self._membership is None:
-            raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
+            raise RuntimeError("`membership` is available only on the ranks of `fit`, while it runs.")
         return self._membership
 
     @override
@@ -136,11 +136,11 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         if self.num_nodes > 1:
             raise ValueError(
                 f"`num_nodes={self.num_nodes}`: `strategy='{self.strategy_name}'` starts workers on one host. Use"
-                " `strategy='horovod_elastic_ext'` for several."
+                " `strategy='horovod_elastic_ext'` for several hosts."
             )
         if self.restart_policy.min_workers > self.num_processes:
             raise ValueError(
-                f"`min_workers={self.restart_policy.min_workers}`, and there are {self.num_processes} workers at most:"
+                f"`min_workers={self.restart_policy.min_workers}`: there are at most {self.num_processes} workers, so"
                 " training would never start. Use more workers, or a smaller `min_workers`."
             )
         super().check_before_launch(trainer)
@@ -164,7 +164,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         else:
             rank = self._membership.next_rank(_just_wait)
             if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
-                raise RuntimeError("A worker has died before training began.")
+                raise RuntimeError("A worker exited before training began.")
             self.take_rank()
         self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
         if context.is_joining:

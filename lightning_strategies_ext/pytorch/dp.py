@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @strategy_parts.refuse_compiled_module(
-    "Pass the module that is not compiled, or use `strategy='ddp_ext'`, which trains compiled modules."
+    "Pass the module without `torch.compile`, or use `strategy='ddp_ext'`, which trains compiled modules."
 )
 class DataParallelStrategy(LightningParallelStrategy):
     """Single-process data parallelism.
@@ -110,7 +110,7 @@ class DataParallelStrategy(LightningParallelStrategy):
     def root_device(self) -> torch.device:
         """Device of the module itself, of which the replicas are copies."""
         if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+            raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
         return self.parallel_devices[0]
 
     @property
@@ -165,15 +165,16 @@ class DataParallelStrategy(LightningParallelStrategy):
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(
-                f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers between processes, and"
-                " `strategy='dp_ext'` is one. For batch normalisation, `Trainer(sync_batchnorm=True)` does it."
+                f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers between processes, but"
+                " `strategy='dp_ext'` is one process. For batch normalization, use `Trainer(sync_batchnorm=True)`."
             )
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = getattr(self.lightning_module, name)
             if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
                 raise ValueError(
-                    f"`{name}(self, dataloader_iter)` fetches its batches itself, and `strategy='dp_ext'` splits those"
-                    f" that the Trainer fetches. Write `{name}(self, batch, batch_idx)`, or use `strategy='ddp_ext'`."
+                    f"`{name}(self, dataloader_iter)` fetches its batches itself, but `strategy='dp_ext'` splits"
+                    f" batches that the Trainer fetches. Use `{name}(self, batch, batch_idx)`, or"
+                    " `strategy='ddp_ext'`."
                 )
         trainer_logging.skip_needless_moves(trainer)
         super().setup(trainer)
@@ -238,7 +239,9 @@ class DataParallelStrategy(LightningParallelStrategy):
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.model, ReplicatedModule):
-            raise RuntimeError(f"`{method}` of the strategy runs on replicas, which exist only while a stage runs.")
+            raise RuntimeError(
+                f"`{method}` of the strategy runs on replicas, which exist only during a stage. Call it within a stage."
+            )
         return self.model.run(method, *args, **kwargs)
 
     @contextmanager
@@ -293,7 +296,7 @@ class DataParallelStrategy(LightningParallelStrategy):
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:
     """Creates the strategy for ``Trainer(strategy="dp")``, a name that Lightning 2 does not have."""
-    rank_zero_info("`strategy='dp'` is served by lightning-strategies-ext; it is the same as `strategy='dp_ext'`.")
+    rank_zero_info("`strategy='dp'` is provided by lightning-strategies-ext, and is the same as `strategy='dp_ext'`.")
     return DataParallelStrategy(**kwargs)
 
 

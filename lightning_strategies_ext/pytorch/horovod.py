@@ -128,7 +128,7 @@ class HorovodStrategy(ParallelStrategy):
             reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
             raise ValueError(
                 f"`uneven_inputs='join'` averages gradients over the ranks that have data, which {reason} does not."
-                " Leave one of them out, or use `uneven_inputs='stop'`."
+                " Omit one of the two, or use `uneven_inputs='stop'`."
             )
         runtime.check_installed()
         cluster_environment = environment_of_child(None)
@@ -187,7 +187,7 @@ class HorovodStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """Device of this rank."""
         if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+            raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @property
@@ -232,8 +232,8 @@ class HorovodStrategy(ParallelStrategy):
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(
-                f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers over torch.distributed, which is not there"
-                " under Horovod. For batch normalisation, `Trainer(sync_batchnorm=True)` does it on GPUs."
+                f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers over torch.distributed, which is"
+                " not initialized under Horovod. For batch normalization, use `Trainer(sync_batchnorm=True)` on GPUs."
             )
         module = self.lightning_module
         if (
@@ -471,6 +471,6 @@ def legacy_horovod(**kwargs: Any) -> HorovodStrategy:
     """Creates the strategy for ``Trainer(strategy="horovod")``, a name that Lightning 2 does not have."""
     strategy = HorovodStrategy(**kwargs)  # sets the rank, on which the message depends
     rank_zero_info(
-        "`strategy='horovod'` is served by lightning-strategies-ext; it is the same as `strategy='horovod_ext'`."
+        "`strategy='horovod'` is provided by lightning-strategies-ext, and is the same as `strategy='horovod_ext'`."
     )
     return strategy

@@ -59,15 +59,13 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     @override
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
         if elastic is not True:
-            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `HorovodStrategy`.")
+            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is always elastic. Use `HorovodStrategy`.")
         if self._options.op == "adasum":
-            raise ValueError(
-                "`elastic=True` goes over gloo, and `op='adasum'` needs MPI or NCCL. Leave one of them out."
-            )
+            raise ValueError("`elastic=True` uses gloo, but `op='adasum'` requires MPI or NCCL. Omit one of the two.")
         if self._options.process_set is not None:
             raise ValueError(
-                f"`elastic=True` with `process_set={self._options.process_set}`: the ranks of a process set cannot be"
-                " kept when ranks change. Leave one of them out."
+                f"`elastic=True` cannot be combined with `process_set={self._options.process_set}`: a process set"
+                " does not survive a change of ranks. Omit one of the two."
             )
         if not elastic_driver.is_there():
             raise UnavailableHereError(
@@ -91,7 +89,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         if len(self.parallel_devices or []) != 1:
             raise ValueError(
                 f"`devices={len(self.parallel_devices or [])}`: with `elastic=True` the number of ranks on a host may"
-                " change. Use `devices=1`; on GPUs, each rank gets that of its number on the host."
+                " change. Use `devices=1`; on GPUs, each rank uses the GPU of its local rank."
             )
         super()._configure_launcher()
 

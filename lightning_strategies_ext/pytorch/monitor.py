@@ -127,8 +127,8 @@ class CommunicationMonitor(Callback):
         """
         if sum(isinstance(callback, CommunicationMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError(
-                "`callbacks` has more than one CommunicationMonitor: they would take times of the same exchanges, and"
-                " each what the other does for the training's. Keep one."
+                "`callbacks` contains more than one CommunicationMonitor: each would count the other's overhead as"
+                " training time. Keep one."
             )
         strategy = trainer.strategy
         is_ddp = isinstance(strategy, (ParallelStrategy, LightningDDPStrategy))
@@ -138,8 +138,9 @@ class CommunicationMonitor(Callback):
             and (not is_ddp or isinstance(strategy, (DeepSpeedStrategy, XLAStrategy)))
         ):
             raise ValueError(
-                f"`callbacks=[CommunicationMonitor()]` cannot see what {type(strategy).__name__} exchanges. Leave it"
-                " out, or use a strategy of this package, such as `strategy='ddp_ext'`, or Lightning's `ddp`."
+                f"`callbacks=[CommunicationMonitor()]` cannot observe the exchanges of {type(strategy).__name__}."
+                " Omit the callback, or use a strategy of this package, such as `strategy='ddp_ext'`, or Lightning's"
+                " `ddp`."
             )
 
     # --- start of training ---
@@ -269,7 +270,7 @@ class CommunicationMonitor(Callback):
 
     def _give_up(self, error: Exception) -> None:
         self._leave()
-        log.warning("CommunicationMonitor ends, and training continues: %s: %s", type(error).__name__, error)
+        log.warning("CommunicationMonitor stops, and training continues: %s: %s", type(error).__name__, error)
 
     # --- on rank 0 ---
 
@@ -331,8 +332,8 @@ class CommunicationMonitor(Callback):
             draw(spans, directory / "timeline.png")
         except ImportError:
             rank_zero_info(
-                "CommunicationMonitor draws no picture: there is no matplotlib. `pip install matplotlib`, or"
-                " `picture=False`."
+                "CommunicationMonitor draws no plot, because matplotlib is not installed. Run `pip install"
+                " matplotlib`, or set `picture=False`."
             )
         else:
             self.files.append(directory / "timeline.png")

@@ -536,5 +536,5 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 def where_in(trainer: "pl.Trainer") -> str:
     """Returns the stage and step of a Trainer, for messages. Other threads than the training thread may call it."""
     stage = trainer.state.stage
-    name = "the stage's setup" if stage is None else stage.value.replace("_", " ")
+    name = "the setup of the stage" if stage is None else stage.value.replace("_", " ")
     return f"{name}, epoch {trainer.current_epoch}, step {trainer.global_step}"

@@ -76,7 +76,7 @@ def take_over(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int]
     elif isinstance(ours, list):
         length = len(ours)
         if any(not _starts_with(values, ours) for values in theirs):
-            raise LostError(f"the list `{place}`, which a step may only append to,")
+            raise LostError(f"the list `{place}`, to which a step may only append,")
         _take_over_entries(ours, theirs, place, sizes, device)
         for values in theirs:
             ours.extend(move_data_to_device(value, device) for value in values[length:])
@@ -122,8 +122,9 @@ def warn_of_counted_samples(place: str, before: Any, after: Any, sizes: Sequence
     if counted > 0 and counted % sizes[0] == 0:
         rank_zero_warn(
             f"`{place}` has grown by {counted} in each of {len(sizes)} replicas, which have {sizes[0]} samples each."
-            " Attributes that all set to the same value are set once: if it counts samples, it counts those of one"
-            " replica only. Count in `on_train_batch_end` or the like, which sees the whole batch."
+            " An attribute that all replicas set to the same value is set once: if it counts samples, it counts the"
+            " samples of only one replica. Count in `on_train_batch_end` or a similar hook, which receives the whole"
+            " batch."
         )
 
 

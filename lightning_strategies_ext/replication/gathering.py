@@ -195,7 +195,9 @@ def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.de
     if not all(isinstance(value, (torch.Tensor, *NUMBERS)) for value in values):
         check_types(values, name)
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in values):
-        raise ValueError(f"`{name}` is a nested tensor, which cannot be gathered. Return a list: `list(x.unbind())`.")
+        raise ValueError(
+            f"`{name}` is a nested tensor, which cannot be gathered. Return a list, such as `list(x.unbind())`."
+        )
     shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in values]
     if any(shapes):
         check_shapes(shapes, name)
@@ -305,9 +307,8 @@ def check_types(values: Sequence[Any], name: str) -> None:
     for i, value in enumerate(values):
         if identity_of(type(value)) != identity_of(type(values[0])):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type "
-                f"{kinds[0]}. Return the same type whatever the samples."
-                f" {IF_OF_A_LIBRARY}"
+                f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type"
+                f" {kinds[0]}. Return the same type for all samples. {IF_OF_A_LIBRARY}"
             )
 
 
@@ -316,9 +317,9 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], name: str) -> None:
     for i, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:] or len(shape) != len(shapes[0]):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned the shape {shape} and replica 0 {shapes[0]}: they "
-                "differ in more than the first dimension. Pad to one length or return a list with one entry per sample."
-                f" {IF_OF_A_LIBRARY}"
+                f"`{name}` cannot be gathered: replica {i} returned the shape {shape} and replica 0 {shapes[0]},"
+                " which differ in more than the first dimension. Pad to one length or return a list with one entry"
+                f" per sample. {IF_OF_A_LIBRARY}"
             )
 
 
@@ -329,7 +330,7 @@ def check_labels(
     for i, others in enumerate(of_replicas):
         if (sorted(others) != sorted(labels)) if any_order else (others != labels):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned {what} {', '.join(others) or 'of nothing'} and "
-                f"replica 0 {', '.join(labels) or 'of nothing'}. Return the same ones whatever the samples."
+                f"`{name}` cannot be gathered: replica {i} returned {what} {', '.join(others) or 'of nothing'} and"
+                f" replica 0 {', '.join(labels) or 'of nothing'}. Return the same {what} for all samples."
                 f" {IF_OF_A_LIBRARY}"
             )

@@ -97,18 +97,18 @@ class GivenNumbers:
             answer = may_be_of_batch and not place.is_in_proportion
         if place.answer not in (None, answer):
             place.warn(
-                f"{name} was given weights that this strategy took for those of the"
-                f" {'whole batch, since they were equal' if place.answer else 'parts of the batch'}, and"
-                f" now they turn out to be {'of the whole batch' if answer else 'of its parts'}. What was made of"
-                f" earlier batches is slightly off. {_WAY_OUT}"
+                f"{name} was given weights that were treated as weights of the"
+                f" {'whole batch, because they were equal' if place.answer else 'parts of the batch'}, but they are"
+                f" weights {'of the whole batch' if answer else 'of its parts'}. Results of earlier batches are"
+                f" slightly wrong. {_WAY_OUT}"
             )
         if is_equal and (len(set(sizes)) > 1 or is_small):
             place.answer = answer
             if not is_certain and is_small:
                 place.warn(
-                    f"{name} is given weights that change from batch to batch, and now a batch with fewer samples than"
-                    " replicas. Nothing tells whether they are those of the batch or of each replica's part of it:"
-                    f" they are taken for those of parts. {_WAY_OUT}"
+                    f"{name} is given weights that change from batch to batch, and this batch has fewer samples than"
+                    " replicas. Whether they are weights of the batch or of each replica's part is not known: they"
+                    f" are treated as weights of the parts. {_WAY_OUT}"
                 )
         return answer
 
@@ -136,8 +136,8 @@ class GivenNumbers:
         if place.has_been_equal or (place.is_constant and not place.is_in_proportion) or not (is_count or are_computed):
             place.warn(
                 f"{name} is given {numbers[0]:g} by each of {len(sizes)} replicas, and adds that up to"
-                f" {sum(numbers):g}. That is right for what each counts in its part of the batch, and too much for what"
-                " counts once per batch. Count that in `on_train_batch_end` or the like, which sees the whole batch."
+                f" {sum(numbers):g}. That is correct for a count per part of the batch, but too large for a count per"
+                " batch. Count per batch in `on_train_batch_end` or a similar hook, which receives the whole batch."
             )
 
     def warn_of_loss(self, counts: Sequence[float], sizes: Sequence[int]) -> None:
@@ -151,11 +151,11 @@ class GivenNumbers:
             self._has_warned_of_loss = True
             listed, samples = (", ".join(f"{number:g}" for number in numbers) for numbers in (counts, sizes))
             rank_zero_warn(
-                f"The step logs with `batch_size` {listed} in parts of {samples} samples, and the last operation of its"
-                " loss does not tell what the loss is a mean over. The loss of each part counts by its samples, so that"
-                " a mean over tokens, or with class weights, differs from that of one device. Give the strategy a"
-                " function `scatter` that returns the number of tokens of each part as its number of samples, or"
-                " compute the loss by one of torch's losses, `x.mean()`, or `x.sum() / count`."
+                f"The step logs with `batch_size` {listed} in parts of {samples} samples, and the last operation of"
+                " its loss does not show over what the loss is a mean. The loss of each part is weighted by its"
+                " number of samples, so a mean over tokens, or with class weights, differs from that of one device."
+                " Give the strategy a function `scatter` that returns the number of tokens of each part as its number"
+                " of samples, or compute the loss by one of torch's losses, `x.mean()`, or `x.sum() / count`."
             )
 
     def _looked_at(self, key: Hashable, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> Place:
@@ -165,6 +165,6 @@ class GivenNumbers:
 
 
 _WAY_OUT = (
-    "Give it the number of samples (`len(x)`), a tensor with a row per sample, or update it in `on_train_batch_end` or"
-    " the like, which sees the whole batch."
+    "Give it the number of samples (`len(x)`), a tensor with a row per sample, or update it in `on_train_batch_end`"
+    " or a similar hook, which receives the whole batch."
 )

@@ -144,10 +144,10 @@ def reduced(
         return getattr(torch.stack(tensors), how)()
     if is_whole and len({tensor.item() for tensor in tensors}) > 1:
         raise ValueError(
-            f"`self.log({name!r}, ...)`: replicas log different whole numbers for their parts of the batch"
-            f" ({', '.join(f'{tensor.item():g}' for tensor in tensors)}), and the mean of counts is not that of the"
-            ' whole batch. Say how to put them together (`reduce_fx="sum"`, `"max"` or `"min"`), or log a mean'
-            f" over samples as a float. {IF_OF_A_LIBRARY}"
+            f"`self.log({name!r}, ...)`: replicas log different integers for their parts of the batch"
+            f" ({', '.join(f'{tensor.item():g}' for tensor in tensors)}), and the mean of counts is not the count of"
+            ' the whole batch. Choose a reduction (`reduce_fx="sum"`, `"max"` or `"min"`), or log a mean over samples'
+            f" as a float. {IF_OF_A_LIBRARY}"
         )
     return value_of_batch(tensors, denominators, weights, device)
 

@@ -101,9 +101,9 @@ class Seat:
             return self._lockstep.lead(Request(name, act, payload), self.index)
         if threading.get_ident() != self._thread_id:
             raise RuntimeError(
-                f"{name} was asked for by a replica outside of its step, as the recomputation of a checkpointed"
-                " activation does, or a hook that runs in the backward pass. Replicas can meet only within their step."
-                " Leave it out of what is checkpointed and of such hooks, or use `strategy='ddp_ext'`."
+                f"{name} was requested by a replica outside of its step, as in the recomputation of a checkpointed"
+                " activation or in a hook that runs in the backward pass. Replicas can synchronize only within their"
+                " step. Exclude it from checkpointing and from such hooks, or use `strategy='ddp_ext'`."
             )
         self.is_meeting = True
         try:
@@ -361,7 +361,7 @@ def _divergence(events: Sequence[Any]) -> RuntimeError:
         if event is not None
     ]
     return RuntimeError(
-        f"The replicas do not take the same path through the step: {', '.join(doing)}. What happens once for the whole"
-        " batch (a backward pass, an optimizer's step, a metric's value) must be asked for by all replicas, in the same"
-        " order. Let the path not depend on the samples, or use `strategy='ddp_ext'`."
+        f"The replicas do not take the same path through the step: {', '.join(doing)}. All replicas must request what"
+        " happens once for the whole batch (a backward pass, an optimizer's step, a metric's value), in the same"
+        " order. Do not let the path depend on the samples, or use `strategy='ddp_ext'`."
     )

@@ -134,12 +134,12 @@ def _calls(
     if isinstance(metric, _ADDING_UP):
         return each
     if metric.full_state_update or not _is_merged_by(metric, _ROWS_MERGED_BY if has_rows else _NUMBERS_MERGED_BY):
-        raise _refusal(metric, "its state for the batch cannot be put together from those for the parts")
+        raise _refusal(metric, "its state for the batch cannot be computed from its states for the parts")
     if len(set(sizes)) > 1 or len(sizes) < num_replicas:
         rank_zero_warn(
             f"{type(metric).__name__} is given numbers by replicas whose parts of the batch differ in size"
-            f" ({', '.join(map(str, sizes))} samples, for {num_replicas} replicas), and is updated once for each part."
-            " That is right for sums and counts. If they are means, give it a tensor with a row per sample."
+            f" ({', '.join(map(str, sizes))} samples, for {num_replicas} replicas), and is updated once for each"
+            " part. That is correct for sums and counts. If they are means, give it a tensor with a row per sample."
         )
     return each
 
@@ -159,7 +159,7 @@ def _calls_of_mean(
         if weights or len(each) == 1:
             return each
         if not all(map(is_fraction, values)):
-            raise _refusal(metric, "a whole number is no mean of the part's samples")
+            raise _refusal(metric, "an integer is not a mean over the part's samples")
         return [((value_of_batch(values, list(map(denominator_of, values)), sizes, device),), {})]
     if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
         weight = counts[0] * step.numbers.num_replicas
@@ -184,7 +184,7 @@ def _leaves(metric: Any) -> Iterator[Metric]:
         for base_metric in metric.children():
             yield from _leaves(base_metric)
     elif any(isinstance(part, (Metric, MetricCollection)) for part in metric.modules() if part is not metric):
-        raise _refusal(metric, "what it hands on to the metrics inside it is not known")
+        raise _refusal(metric, "the values that it passes to the metrics inside it are not known")
     else:
         yield metric
 
@@ -194,7 +194,7 @@ def _columns(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:
     args, kwargs = payloads[0]
     if any(len(others) != len(args) or named.keys() != kwargs.keys() for others, named in payloads):
         raise ValueError(
-            "Replicas have updated a metric with different arguments. Give the same whatever the samples."
+            "Replicas have updated a metric with different arguments. Pass the same arguments for all samples."
             f" {IF_OF_A_LIBRARY}"
         )
     by_position: dict[int | str, list[Any]] = {i: [args[i] for args, _ in payloads] for i in range(len(args))}
@@ -255,8 +255,8 @@ def _is_merged_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> bo
 
 def _refusal(metric: Any, why: str) -> ValueError:
     return ValueError(
-        f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {why}: it would"
-        " not be the same as with one device. Give it a tensor with a row per sample, or return the number from the"
-        " step and update the metric in `on_train_batch_end` or the like, which sees the whole batch."
+        f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {why}: its value"
+        " would differ from that of one device. Give it a tensor with a row per sample, or return the number from the"
+        " step and update the metric in `on_train_batch_end` or a similar hook, which receives the whole batch."
         f" {IF_OF_A_LIBRARY}"
     )

@@ -187,15 +187,18 @@ def checked_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
         isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts
     ):
         raise TypeError(
-            "`scatter` must return a list of pairs, each a part of the batch and its number of samples; it returned"
-            f" {type(parts).__name__}."
+            "`scatter` must return a list of pairs, each with a part of the batch and its number of samples; it"
+            f" returned {type(parts).__name__}."
         )
     if not 0 < len(parts) <= num_replicas:
         raise ValueError(
-            f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return one for each, or fewer."
+            f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return at most one part per replica."
         )
     if any(size < 0 for _, size in parts):
-        raise ValueError(f"`scatter` returned numbers of samples below zero: {[size for _, size in parts]}.")
+        raise ValueError(
+            f"`scatter` returned negative numbers of samples: {[size for _, size in parts]}. Return the number of"
+            " samples of each part."
+        )
     return [(value, size) for value, size in parts]
 
 
@@ -211,11 +214,11 @@ def check_can_be_replicated(module: Module, num_replicas: int) -> None:
         if is_compiled(part):  # replicas would share the compiled forward
             raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
         if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(_refusal(part, "is a ScriptModule, of which torch makes no replicas that compute alone"))
+            raise ValueError(_refusal(part, "is a ScriptModule, which torch cannot replicate"))
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and is_lazy(tensor):
                 raise ValueError(
-                    _refusal(part, "has parameters without a shape; run one sample through the module first, or it")
+                    _refusal(part, "has parameters without a shape (run one sample through the module first)")
                 )
 
 

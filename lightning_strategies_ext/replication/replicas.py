@@ -211,7 +211,7 @@ class Replicas:
         for copy in copies:
             for kind in ("_parameters", "_modules"):
                 if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
-                    raise LostError("the parameters or submodules that it has")
+                    raise LostError("the set of parameters or submodules")
         for name in copies[0].buffers:
             if _has_lost_rows(name, copies, sizes, root_device):
                 raise LostError(f"the buffer `self.{name}`")
@@ -272,9 +272,9 @@ class Replicas:
             for tensor in (*original._parameters.values(), *original._buffers.values()):
                 if tensor is not None and tensor.device != self._devices[0]:
                     raise RuntimeError(
-                        f"A parameter or buffer of {type(original).__name__} is on {tensor.device}, and the replicas"
-                        f" are made from what is on {self._devices[0]}. Do not move modules during training; create"
-                        " new tensors on `self.device`."
+                        f"A parameter or buffer of {type(original).__name__} is on {tensor.device}, but the replicas"
+                        f" are copied from {self._devices[0]}. Do not move modules during training; create new"
+                        " tensors on `self.device`."
                     )
 
 
@@ -382,8 +382,9 @@ def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callabl
     def forward(tensor: Tensor) -> Tensor:
         if len(tensor) != context.num_samples:
             raise ValueError(
-                f"`sync_batchnorm=True`: {type(original).__name__} got {len(tensor)} rows for {context.num_samples}"
-                " samples. Statistics of the whole batch need a row per sample. Leave `sync_batchnorm` out."
+                f"`sync_batchnorm=True`: {type(original).__name__} received {len(tensor)} rows for"
+                f" {context.num_samples} samples. Statistics of the whole batch require one row per sample. Omit"
+                " `sync_batchnorm`."
             )
         return context.meet(  # type: ignore[no-any-return]
             f"{type(original).__name__} (`sync_batchnorm=True`)", act, tensor, of_part=True, touches_weights=False
@@ -394,9 +395,9 @@ def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callabl
 
 def _lost(module: Module, what: str) -> RuntimeError:
     return RuntimeError(
-        f"A step changed {what} of {type(module).__name__} differently in each replica, and only one of them could be"
-        " kept. Return it from the step and change it in `on_train_batch_end` or the like, log it, or append it to a"
-        " list. Keep a cache that is sized by the batch in a buffer, in a dict with the size as key, or by"
-        " `functools.lru_cache`. A buffer of running statistics keeps the first replica's value if its name begins with"
-        " `running_`. A module that needs this state in each replica can be trained with `strategy='ddp_ext'`."
+        f"A step changed {what} of {type(module).__name__} differently in each replica, but only one of the changes"
+        " could be kept. Return the value from the step and set it in `on_train_batch_end` or a similar hook, log it,"
+        " or append it to a list. Keep a cache whose size depends on the batch in a buffer, in a dict with the size"
+        " as key, or by `functools.lru_cache`. A buffer of running statistics keeps the first replica's value if its"
+        " name begins with `running_`. If a module needs this state in each replica, use `strategy='ddp_ext'`."
     )

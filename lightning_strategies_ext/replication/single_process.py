@@ -9,7 +9,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 #: Last sentence of errors about the code of a step, because the user may be unable to change this code.
-IF_OF_A_LIBRARY = "If the step is that of a library, use `strategy='ddp_ext'`."
+IF_OF_A_LIBRARY = "If the step is code of a library, use `strategy='ddp_ext'`."
 
 
 def _mean(tensor: Tensor) -> Tensor:
@@ -38,17 +38,19 @@ def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
     if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
         raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
     if not devices:
-        raise ValueError("`parallel_devices=[]` leaves no device for a replica. Name at least one, or leave it out.")
+        raise ValueError(
+            "`parallel_devices=[]` contains no device for a replica. Pass at least one, or omit the argument."
+        )
     kinds = sorted({device.type for device in devices})
     if len(kinds) > 1:
-        raise ValueError(f"`parallel_devices` mixes {' and '.join(kinds)}; replicas need devices of one kind.")
+        raise ValueError(f"`parallel_devices` contains {' and '.join(kinds)} devices. Use devices of one type.")
     if len(devices) > 1 and kinds[0] not in ("cpu", "cuda"):
         raise ValueError(
-            f"`strategy='dp_ext'` has replicas on CPUs and CUDA devices, not on {len(devices)} devices of the kind"
+            f"`strategy='dp_ext'` supports replicas on CPUs and CUDA devices, not on {len(devices)} devices of type"
             f" {kinds[0]!r}. Use `devices=1`."
         )
     if kinds[0] == "cuda" and len(set(devices)) < len(devices):
-        raise ValueError(f"`parallel_devices={list(devices)}` names a GPU twice. Name each once.")
+        raise ValueError(f"`parallel_devices={list(devices)}` contains a GPU twice. List each GPU once.")
 
 
 def check_scatter(scatter: object, take_turns: object) -> None:
@@ -71,7 +73,7 @@ def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment
     """
     if num_nodes > 1:
         raise ValueError(
-            f"`num_nodes={num_nodes}`: `strategy='dp_ext'` is one process, on one host. Use `num_nodes=1`, or"
+            f"`num_nodes={num_nodes}`: `strategy='dp_ext'` is one process on one host. Use `num_nodes=1`, or"
             " `strategy='ddp_ext'`."
         )
     if cluster_environment is None or not cluster_environment.creates_processes_externally:
@@ -79,7 +81,7 @@ def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment
     if cluster_environment.world_size() > 1:
         raise ValueError(
             f"This script was started as {cluster_environment.world_size()} processes"
-            f" ({type(cluster_environment).__name__}), and `strategy='dp_ext'` is one process that uses all devices."
+            f" ({type(cluster_environment).__name__}), but `strategy='dp_ext'` is one process that uses all devices."
             " Start it once, with `python`, or use `strategy='ddp_ext'`."
         )
 

@@ -103,8 +103,8 @@ def count_samples(batch: Any, name: str = "batch") -> int:
         if sizes is not None:
             raise ValueError(disagreement(list(votes(batch, name, opinion)), name))
     raise ValueError(
-        f"`{name}` is of type {type(batch).__name__} and cannot be split: there is no tensor, array or list in it "
-        f"that tells how many samples it has. {FIX}"
+        f"`{name}` is of type {type(batch).__name__} and cannot be split: it contains no tensor, array or list that"
+        f" shows its number of samples. {FIX}"
     )
 
 
@@ -286,7 +286,7 @@ def disagreement(votes: list[Vote], name: str) -> str:
                     f"but `{vote.place}` has {in_words(vote.sizes)}. {FIX}"
                 )
     found = ", ".join(f"`{vote.place}` has {in_words(vote.sizes)}" for vote in votes)
-    return f"`{name}` cannot be split, its parts have no number of samples in common: {found}. {FIX}"
+    return f"`{name}` cannot be split, because its parts have no common number of samples: {found}. {FIX}"
 
 
 def in_words(sizes: tuple[int, ...]) -> str:

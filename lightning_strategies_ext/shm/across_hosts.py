@@ -87,7 +87,7 @@ class AllReduceAcrossHosts:
             self._between.wait(_left_until(deadline))
         except RuntimeError:
             if not self._between.is_completed():
-                raise TimeoutError("nothing has come from other hosts") from None
+                raise TimeoutError("no data arrived from other hosts") from None
 
     def _reduce_inside(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
         if self._compiled is not None and self._compiled.does(piece, reduction.op):

@@ -47,7 +47,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         TimeoutError: If a rank does not connect before the timeout.
     """
     if options is not None and not isinstance(options, ShmOptions):
-        raise TypeError(f"`pg_options={options!r}`: the backend 'shm' takes a ShmOptions, or None.")
+        raise TypeError(f"`pg_options={options!r}`: the backend 'shm' accepts a ShmOptions or None.")
     _keep_dynamo_out()
     rank, size, store = torch_options.group_rank, torch_options.group_size, torch_options.store
     num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
@@ -65,7 +65,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
-            _say(rank, f"the process group talks over gloo, since {problem}.")
+            _say(rank, f"falling back to gloo for this process group: {problem}.")
             return gloo
         assert own_fd is not None
         names = torch_options.global_ranks_in_group or range(size)
@@ -142,10 +142,12 @@ def _compiled_library(rank: int) -> ctypes.CDLL | None:
     try:
         library, not_kept = native_build.library()
     except NotCompiledError as error:
-        _say_once(rank, f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
+        _say_once(rank, f"the shared-memory all-reduce runs in Python, which is slower: {error}.")
         return None
     if not_kept:
-        _say_once(rank, f"the all-reduce of 'shm' is compiled by each process, since it cannot be kept: {not_kept}.")
+        _say_once(
+            rank, f"each process compiles the all-reduce of 'shm' again, because it cannot be stored: {not_kept}."
+        )
     return library
 
 
@@ -153,7 +155,7 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
     try:
         return create(num_bytes), ""
     except OSError as error:
-        return None, f"rank {rank} finds no room for {num_bytes} bytes in /dev/shm ({error.strerror})"
+        return None, f"rank {rank} cannot reserve {num_bytes} bytes in /dev/shm ({error.strerror})"
 
 
 def _lack_of_room(num_bytes: int, rank: int) -> str:
@@ -164,7 +166,7 @@ def _lack_of_room(num_bytes: int, rank: int) -> str:
     space = os.statvfs(DIRECTORY)
     if 2 * num_bytes <= space.f_bavail * space.f_frsize:
         return ""
-    return f"rank {rank}: {num_bytes} bytes are more than half of what is free in {DIRECTORY}"
+    return f"rank {rank}: {num_bytes} bytes are more than half of the free space in {DIRECTORY}"
 
 
 def _leaders_of(said: list[dict[str, Any]]) -> list[int]:

@@ -161,7 +161,7 @@ class Execution:
                 else:
                     self._carry_out_first(until)
             elif work.deadline <= until:  # another thread executes it, with a later deadline
-                self._break(f"{work.name}: it has not ended in the time that it was given")
+                self._break(f"{work.name}: it did not complete within its timeout")
         return True
 
     @property
@@ -285,7 +285,7 @@ _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()
 
 def _disown_all() -> None:
     for execution in _open:
-        execution._broken = "it is of the process that this one was forked from"
+        execution._broken = "it belongs to the process from which this process was forked"
         # Threads of the parent, which do not exist in this process, may have held the locks.
         execution._is_running, execution._is_starting_thread = threading.Lock(), threading.Lock()
         execution.futures = threading.Lock()

@@ -96,7 +96,7 @@ class Links:
                 poller = select.poll()
                 poller.register(link, select.POLLOUT)
                 if not polled(poller, deadline):
-                    raise TimeoutError(f"{peer} has taken nothing") from None
+                    raise TimeoutError(f"{peer} has received no data") from None
             except (BrokenPipeError, ConnectionError):
                 self._read_early(peer)
                 if self._early[peer]:
@@ -173,7 +173,7 @@ class Links:
         events = polled(poller, deadline)
         if not events:
             names = ", ".join(str(peer) for peer in awaited)
-            raise TimeoutError(f"nothing has come from {names}")
+            raise TimeoutError(f"no data arrived from {names}")
         for fd, event in events:
             if event & ~select.POLLIN:
                 peer = self._by_fd[fd]
@@ -205,7 +205,7 @@ class Links:
 
     def _check_goes_on(self, peer: LinkedRank, message: bytes | memoryview) -> None:
         if message[0] == LEFT:
-            raise PeerLostError(f"{peer} has left the process group, and this rank waits for it", peer)
+            raise PeerLostError(f"{peer} has left the process group while this rank waits for it", peer)
         if message[0] == BROKEN:
             said = bytes(message[HEADER.size :]).decode(errors="replace")
             raise PeerLostError(f"{peer} has failed: {said}", peer)
@@ -237,7 +237,7 @@ class Links:
         return 0
 
     def _lost(self, peer: LinkedRank) -> PeerLostError:
-        return PeerLostError(f"{peer} has ended, and this rank waits for it", peer)
+        return PeerLostError(f"{peer} has ended while this rank waits for it", peer)
 
 
 _open: "weakref.WeakSet[Links]" = weakref.WeakSet()

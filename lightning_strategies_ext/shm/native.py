@@ -180,8 +180,8 @@ class CompiledAllReduce:
     def _mismatch(self, place: int) -> DistBackendError:
         theirs, ours = (self._call(rank) for rank in (place, self._rank))
         return DistBackendError(
-            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs},"
-            f" and this rank {ours}"
+            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs}, but this rank"
+            f" {ours}"
         )
 
     def _call(self, place: int) -> str:

@@ -79,7 +79,7 @@ def _compiled(kept: Path | None, not_kept: str) -> Library:
                     not_kept = str(error)
             return Library(_load(made), not_kept)
     except OSError as error:
-        raise NotCompiledError(f"there is no directory to compile it in ({error})") from error
+        raise NotCompiledError(f"there is no directory for the compiled library ({error})") from error
 
 
 def _key() -> str:

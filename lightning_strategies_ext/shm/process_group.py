@@ -270,7 +270,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.gather([list(output) for output in outputs], list(inputs), opts)
         into = list(outputs[0]) if self.rank() == opts.rootRank else []
         if any(output.numel() != inputs[0].numel() for output in into):
-            raise ValueError("gather: the tensors of `gather_list` must have the size of `tensor`.")
+            raise ValueError("gather: the tensors in `gather_list` must have the size of `tensor`.")
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
@@ -286,7 +286,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
         parts = list(inputs[0]) if self.rank() == opts.rootRank else []
         if any(part.numel() != outputs[0].numel() for part in parts):
-            raise ValueError("scatter: the tensors of `scatter_list` must have the size of `tensor`.")
+            raise ValueError("scatter: the tensors in `scatter_list` must have the size of `tensor`.")
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)

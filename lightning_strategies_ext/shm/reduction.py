@@ -49,9 +49,11 @@ class Reduction:
         kind = getattr(op, "op", op)
         combine = next((combine for known, combine in _BY_OP.items() if known == kind), None)
         if combine is None:
-            raise ValueError(f"`op={op}`: the shm process group knows {', '.join(known.name for known in _BY_OP)}.")
+            raise ValueError(
+                f"`op={op}`: the process group 'shm' supports {', '.join(known.name for known in _BY_OP)}."
+            )
         if kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"`op={kind.name}` works on whole numbers and bool, and the tensor is {dtype}.")
+            raise ValueError(f"`op={kind.name}` requires integers or bool, but the tensor has dtype {dtype}.")
         if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ValueError(f"`op={kind.name}` is not defined for {dtype}; only SUM and AVG are.")
         self.op = kind

@@ -180,16 +180,16 @@ class _Calls:
             if not is_of_this_user(link):
                 user = user_of(link)
                 link.close()
-                what = f"has ended, and a process of user {user} has taken the address of its socket"
-                raise PeerLostError(f"the process group is not made: {peer} {what}", peer)
+                what = f"has ended, and a process of user {user} uses the address of its socket"
+                raise PeerLostError(f"the process group was not created: {peer} {what}", peer)
             socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(said["token"]))], [self._own_fd])
         except BlockingIOError:
             link.close()
             return
         except ConnectionError:
             link.close()
-            what = "listens no more: it has ended, or has waited for others as long as it could"
-            raise PeerLostError(f"the process group is not made: {peer} {what}", peer) from None
+            what = "accepts no connections: it has ended, or has reached its timeout"
+            raise PeerLostError(f"the process group was not created: {peer} {what}", peer) from None
         del self._to_call[peer]
         self.sockets[peer] = link
         self._called[link.fileno()] = peer
@@ -203,7 +203,7 @@ class _Calls:
         except ConnectionError:
             received = []
         if not received:
-            raise PeerLostError(f"the process group is not made: {peer} has left", peer)
+            raise PeerLostError(f"the process group was not created: {peer} has left", peer)
         self.fds[peer] = received[0]
 
     def _take_calls(self) -> None:
@@ -239,7 +239,7 @@ class _Calls:
         try:
             socket.send_fds(link, [b"welcome"], [self._own_fd])
         except ConnectionError:
-            raise PeerLostError(f"the process group is not made: {peer} has left", peer) from None
+            raise PeerLostError(f"the process group was not created: {peer} has left", peer) from None
 
 
 def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
@@ -248,11 +248,11 @@ def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
     for other, words in enumerate(announced):
         if words.get("host") == own["host"] and words["user"] != own["user"]:
             raise PermissionError(
-                f"`shm`: rank {rank} of the group runs as user {own['user']} and rank {other} as user {words['user']}."
-                " Ranks of different users share no memory. Start all ranks as one user, or use"
+                f"`shm`: rank {rank} of the group runs as user {own['user']}, but rank {other} as user"
+                f" {words['user']}. Ranks of different users cannot share memory. Start all ranks as one user, or use"
                 " `process_group_backend='gloo'`."
             )
 
 
 def _not_made(missing: Iterable[str]) -> TimeoutError:
-    return TimeoutError(f"the process group is not made: {', '.join(missing)} did not come before the timeout ended")
+    return TimeoutError(f"the process group was not created: {', '.join(missing)} did not connect before the timeout")

@@ -160,14 +160,14 @@ class Rounds:
             if (their_operation, number) == (operation, own_number):
                 raise DistBackendError(
                     f"the ranks do not call the same collectives: they call {described(operation)} with tensors of"
-                    f" different sizes, with which all ranks exchange {their_total} bytes according to {peer}, and"
-                    f" {total} bytes according to this rank. Give all ranks tensors of the same shape, for example by"
+                    f" different sizes, which have {their_total} bytes for all ranks according to {peer}, but {total}"
+                    " bytes according to this rank. Pass tensors of the same shape on all ranks, for example by"
                     " padding them"
                 )
             theirs, ours = described(their_operation), described(operation)
             raise DistBackendError(
-                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number},"
-                f" {their_total} bytes, and this rank in {ours}, round {own_number}, {total} bytes"
+                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number}, {their_total}"
+                f" bytes, but this rank in {ours}, round {own_number}, {total} bytes"
             )
         return True
 

@@ -47,7 +47,7 @@ def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
     except ValueError:
         raise ValueError(f"`{source}={value!r}` must be a whole number of bytes.") from None
     if chosen < MIN_NUM_BYTES:
-        raise ValueError(f"`{source}={chosen}` is too small: a segment has {MIN_NUM_BYTES} bytes at least.")
+        raise ValueError(f"`{source}={chosen}` is too small: a segment must have at least {MIN_NUM_BYTES} bytes.")
     return chosen // _UNIT_NUM_BYTES * _UNIT_NUM_BYTES
 
 

@@ -39,11 +39,13 @@ def flat(tensor: Tensor, name: str) -> Tensor:
         raise HasNoMemoryError
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"{name}: the process group 'shm' moves tensors of the CPU, and this one is on {tensor.device}. Use"
+            f"{name}: the process group 'shm' supports only CPU tensors, but this one is on {tensor.device}. Use"
             " 'nccl' for GPUs."
         )
     if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: the process group 'shm' moves dense tensors here, and this one is {tensor.layout}.")
+        raise ValueError(
+            f"{name}: the process group 'shm' supports only dense tensors here, but this one is {tensor.layout}."
+        )
     with torch._C.DisableTorchFunctionSubclass():
         row = tensor.detach().contiguous().view(-1)
         row.data_ptr()  # raises for tensors of vmap and the like, before the operation has begun

@@ -79,7 +79,7 @@ class ShmWork(Work):
         self.name = name
         self.deadline = deadline
         self.exchange = exchange
-        self.state = "it has not ended"
+        self.state = "it did not complete"
         self.num_claims = 1
         self._progress = progress
         self._outputs = outputs
@@ -125,9 +125,7 @@ class ShmWork(Work):
             self._execution.unclaimed.pop(self, None)
         seconds = timeout.total_seconds()
         if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
-            raise DistBackendError(
-                f"{self.name}: {self.state} in {timeout}. It continues, and can be waited for again."
-            )
+            raise DistBackendError(f"{self.name}: {self.state} within {timeout}. It continues; wait for it again.")
         self.check()
         return True
 

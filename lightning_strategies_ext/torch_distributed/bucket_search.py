@@ -147,8 +147,8 @@ class BucketChoice:
             f"{1e3 * seconds:.3g} ms with {in_words(cap)}" for cap, seconds in self.seconds.items() if cap != self.cap
         )
         return (
-            f"it is {in_words(self.cap)} from now on. A backward pass with its exchange takes"
-            f" {1e3 * self.seconds[self.cap]:.3g} ms so, and {others}"
+            f"set to {in_words(self.cap)}. A backward pass with its exchange takes {1e3 * self.seconds[self.cap]:.3g}"
+            f" ms, compared with {others}"
         )
 
 
@@ -165,7 +165,7 @@ def caps_for(num_bytes: int) -> Sequence[float | None]:
 
 def in_words(cap: float | None) -> str:
     """Returns the text for a size in messages."""
-    return "DDP's own sizes (25 MiB, the first 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
+    return "DDP's default sizes (25 MiB, first bucket 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
@@ -188,10 +188,10 @@ def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
     given = {**others, **{name: ddp_kwargs.get(name) for name in ONCE_ONLY}}
     for name, value in given.items():
         if value is not None:
-            where = ", as elastic training has it" if name == "uneven_inputs" else ""
+            where = ", which elastic training sets" if name == "uneven_inputs" else ""
             raise ValueError(
-                f"`bucket_cap_mb={AUTO!r}` tries buckets of several sizes while it trains, which cannot be with"
-                f" `{name}={value!r}`{where}. Leave that out, or give a size in mebibytes."
+                f"`bucket_cap_mb={AUTO!r}` tries buckets of several sizes during training, which cannot be combined"
+                f" with `{name}={value!r}`{where}. Omit that argument, or pass a size in mebibytes."
             )
     del ddp_kwargs["bucket_cap_mb"]
     return True
@@ -222,7 +222,7 @@ class BucketTuning(Feature):
         """Starts the search for a model with DDP's own buckets."""
         search = BucketSearch(gradient_bytes(model), self._context.device)
         if search.is_over:
-            rank_zero_info(f"{_REQUEST}: all gradients fit the smallest bucket, and there is nothing to choose.")
+            rank_zero_info(f"{_REQUEST}: all gradients fit into the smallest bucket, so there is no size to choose.")
         else:
             self._model, self._search = model, search
 
@@ -255,7 +255,7 @@ class BucketTuning(Feature):
         """Ends an unfinished search."""
         if self._search is not None:
             left = self._search.num_steps_left
-            rank_zero_info(f"{_REQUEST}: nothing was chosen, since that takes {left} more steps.")
+            rank_zero_info(f"{_REQUEST}: no size was chosen, because the search requires {left} more steps.")
         self._model = self._search = None
 
     def _use(self, cap: float | None) -> None:

@@ -174,9 +174,9 @@ def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any]
         if ddp_kwargs.get(name):
             return f"`{name}={ddp_kwargs[name]!r}`"
     if tries_buckets:
-        return "sizes of buckets are compared"
+        return "bucket sizes are compared"
     if model.static_graph or model.find_unused_parameters:
-        return "it finds out which parameters are used"
+        return "`find_unused_parameters` or `static_graph` is set"
     if model._comm_hooks:
         return "there is a communication hook"
     if model._use_python_reducer or any(map(is_compiled, model.module.modules())):

@@ -172,14 +172,14 @@ def check_can_join(averages_models: str | None, ddp_kwargs: Mapping[str, Any]) -
     """
     what = None
     if averages_models is not None:
-        what = f"`{averages_models}` averages the models of all"
+        what = f"`{averages_models}` averages the models of all ranks"
     for name in ("process_group", "device_mesh"):
         if ddp_kwargs.get(name) is not None:
-            what = f"`{name}` exchanges them among some"
+            what = f"`{name}` exchanges gradients among some ranks"
     if what is not None:
         raise ValueError(
-            f"`uneven_inputs='join'` averages gradients over all ranks that have data, and {what}. Leave one of them"
-            " out, or use `uneven_inputs='stop'`."
+            f"`uneven_inputs='join'` averages gradients over all ranks that have data, but {what}. Omit one of the"
+            " two, or use `uneven_inputs='stop'`."
         )
 
 

@@ -64,19 +64,20 @@ class GradientSync:
             asked_for = f"`compression={self.compression!r}`"
             if self.comm_hook is not None:
                 raise ValueError(
-                    f"{asked_for} and `ddp_comm_hook={self.comm_hook!r}` both exchange the gradients. Leave one out."
+                    f"{asked_for} and `ddp_comm_hook={self.comm_hook!r}` both exchange the gradients. Omit"
+                    " one of the two."
                 )
             for name in ("process_group", "device_mesh"):
                 if ddp_kwargs.get(name) is not None:
                     raise ValueError(
-                        f"{asked_for} is an exchange among all ranks, and `{name}` is for one among some. Leave one of"
-                        " them out."
+                        f"{asked_for} exchanges among all ranks, but `{name}` exchanges among some. Omit one of the"
+                        " two."
                     )
             if isinstance(self.compression, (PowerSGD, TopK)) and ddp_kwargs.get("find_unused_parameters"):
                 raise ValueError(
-                    f"{asked_for} sends with a step's gradients what was left out of earlier ones, which DDP drops for"
-                    " parameters that no rank has used, with `find_unused_parameters=True`. Leave that out, or use the"
-                    " compression 'bf16' or 'fp16'."
+                    f"{asked_for} adds what earlier steps left out to the gradients of a step. With"
+                    " `find_unused_parameters=True`, DDP drops this for parameters that no rank has used. Omit that"
+                    " argument, or use the compression 'bf16' or 'fp16'."
                 )
         if has_to_join:
             check_can_join(self.averages_models, ddp_kwargs)
@@ -96,24 +97,23 @@ class GradientSync:
             for name, value in (("ddp_comm_state", self.comm_state), ("ddp_comm_wrapper", self.comm_wrapper)):
                 if value is not None:
                     raise ValueError(
-                        f"`{name}={value!r}` was given without `ddp_comm_hook`, which is what would use it. Give the"
-                        " hook as well, or neither."
+                        f"`{name}={value!r}` requires `ddp_comm_hook`. Pass the hook as well, or omit both."
                     )
             return
         _check_hook_signature("ddp_comm_hook", self.comm_hook)
         if self.comm_wrapper is not None:
             wrapped = self.comm_wrapper(self.comm_hook)
             if not callable(wrapped):
-                raise TypeError(f"`ddp_comm_wrapper` must return a communication hook, it returned {wrapped!r}.")
+                raise TypeError(f"`ddp_comm_wrapper` must return a communication hook, but returned {wrapped!r}.")
             _check_hook_signature("ddp_comm_wrapper(ddp_comm_hook)", wrapped)
 
     def _check_averaging(self) -> None:
         period, has_state = self.averaging_period, isinstance(self.comm_state, PostLocalSGDState)
         if has_state and period is None:
             raise ValueError(
-                "`ddp_comm_state` is a PostLocalSGDState, which lets models drift apart, and `model_averaging_period`"
-                " is missing. Give the number of optimizer steps between two averagings, e.g."
-                " `model_averaging_period=4`."
+                "`ddp_comm_state` is a PostLocalSGDState, which lets the models of the ranks differ, but"
+                " `model_averaging_period` is missing. Pass the number of optimizer steps between two averagings, for"
+                " example `model_averaging_period=4`."
             )
         if period is None:
             return
@@ -121,8 +121,8 @@ class GradientSync:
             raise ValueError(f"`model_averaging_period` must be a positive integer, got {period!r}.")
         if not has_state:
             raise ValueError(
-                f"`model_averaging_period={period}` needs `ddp_comm_state` to be a PostLocalSGDState, got"
-                f" {self.comm_state!r}; without it gradients are exchanged in every step and models never differ."
+                f"`model_averaging_period={period}` requires `ddp_comm_state` to be a PostLocalSGDState, got"
+                f" {self.comm_state!r}. Without it, gradients are exchanged in every step and models never differ."
             )
 
 
@@ -140,8 +140,9 @@ def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> N
     if is_static is not None and is_static():
         _has_advised_static_graph = True
         rank_zero_info(
-            "Every training step used the same parameters in the same order, so DDP need not search for unused ones in"
-            f" each step: `strategy={strategy_name}(static_graph=True)` does it once. (Said once.)"
+            "Every training step used the same parameters in the same order, so DDP need not search for unused"
+            f" parameters in each step. Use `strategy={strategy_name}(static_graph=True)`, with which it searches"
+            " once."
         )
 
 
@@ -164,7 +165,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
             exception,
             f"The sparse gradient of an embedding is missing: it takes no part in the loss of {step}, and DDP's"
             " `find_unused_parameters=True` finds dense parameters only. Use the embedding in each backward pass, or"
-            " leave `sparse=True` out.",
+            " omit `sparse=True`.",
         )
         return
     if not message.startswith(beginnings):
@@ -176,9 +177,9 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
     remedy = remedy if name is None else f"`strategy='{name}'` or {remedy}"
     if "static_graph" in message:
         advice = (
-            "The parameters that take part in the loss are not those of the first backward pass, as with several"
-            " optimizers under manual optimization that have a backward pass each. Leave `static_graph=True` out, and"
-            f" use {remedy}."
+            "The parameters that take part in the loss differ from those of the first backward pass, as with several"
+            " optimizers under manual optimization that have a backward pass each. Omit `static_graph=True`, and use"
+            f" {remedy}."
         )
     else:
         advice = f"Some parameters take no part in the loss of {step}. If this is intended, use {remedy}."

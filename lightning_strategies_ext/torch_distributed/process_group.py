@@ -156,13 +156,13 @@ def check_backend(backend: str | None) -> None:
     for name in _backends_in(backend):
         if name not in known:
             raise ValueError(
-                f"`process_group_backend={backend!r}` names no backend of torch. Known: {', '.join(known)}."
+                f"`process_group_backend={backend!r}` is not a backend of torch. Use one of {', '.join(known)}."
             )
         is_available = getattr(dist, _AVAILABILITY.get(name, ""), None)
         if is_available is not None and not is_available():
             raise RuntimeError(
-                f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) comes without {name}."
-                f" Leave the argument out to use the default for the device, or install a torch built with {name}."
+                f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) does not include"
+                f" {name}. Omit the argument to use the default for the device, or install a torch built with {name}."
             )
 
 
@@ -178,8 +178,8 @@ def check_backend_for_devices(backend: str | None, devices: list[torch.device]) 
     for device_type in sorted({device.type for device in devices}):
         if capable and device_type not in capable:
             raise ValueError(
-                f"`process_group_backend={backend!r}` moves tensors on {' and '.join(capable)}, and the devices are of"
-                f" type {device_type!r}. Use `accelerator={capable[0]!r}` or another backend, such as 'gloo'."
+                f"`process_group_backend={backend!r}` supports tensors on {' and '.join(capable)}, but the devices"
+                f" are of type {device_type!r}. Use `accelerator={capable[0]!r}` or another backend, such as 'gloo'."
             )
 
 
@@ -191,8 +191,8 @@ def check_options(options: Any, backend: str | None) -> None:
     """
     if isinstance(options, ShmOptions) and backend not in (None, shm.NAME):
         raise ValueError(
-            f"`process_group_options={options!r}` are for the backend 'shm', and `process_group_backend={backend!r}`."
-            " Leave the options out, or use `process_group_backend='shm'`."
+            f"`process_group_options={options!r}` are for the backend 'shm', but `process_group_backend={backend!r}`."
+            " Omit the options, or use `process_group_backend='shm'`."
         )
 
 
@@ -241,9 +241,9 @@ def start(
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
-                f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in a process group that was made"
-                f" before, and should now be rank {rank} of {world_size}. Ask for as many devices and nodes as before,"
-                " or call `torch.distributed.destroy_process_group()` first."
+                f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in a process group that was"
+                f" created before, but should now be rank {rank} of {world_size}. Use the same number of devices and"
+                " nodes as before, or call `torch.distributed.destroy_process_group()` first."
             )
         rank_variables.record_owner()
         return backend

@@ -105,7 +105,7 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
     except OSError as error:
         raise dist.DistNetworkError(
-            f"Another process is rank 0 of these ranks: {error}. {rank_variables.inherited_text()}"
+            f"Another process is already rank 0 of this job: {error}. {rank_variables.inherited_text()}"
         ) from error
     whole.set_timeout(timeout)
     store = dist.PrefixStore(part or "ranks", whole)
@@ -118,8 +118,9 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         found = store.get(_MEETING).decode()
         if found != _job():
             raise dist.DistNetworkError(
-                f"The store at MASTER_ADDR names the store of another job ({found}; this is {_job()}). Another process"
-                " has written to it. Start the job again; SECURITY.md lists what other users of the host can do."
+                f"The store at MASTER_ADDR contains the name of another job's store ({found}; this is {_job()}):"
+                " another process has written to it. Restart the job; SECURITY.md lists what other users of the host"
+                " can do."
             )
     keys = [f"rank {other}" for other in range(world_size)]
     store.set(keys[rank], "")
@@ -225,4 +226,4 @@ def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timed
         if store.check([answer]) and store.get(answer).decode() == question:
             return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
         time.sleep(_ROUND_POLL_S)
-    raise dist.DistStoreError(f"rank 0 has not come within {timeout.total_seconds():g} s.")
+    raise dist.DistStoreError(f"rank 0 did not join within {timeout.total_seconds():g} s.")

@@ -72,9 +72,9 @@ class Unfreezing(Feature):
         for name, parameter in self._unknown.items():
             if parameter.requires_grad:
                 raise RuntimeError(
-                    f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without: each"
-                    " rank would train it alone. Unfreeze it before, in `on_train_epoch_start` or"
-                    " `on_train_batch_start` for example."
+                    f"The parameter `{name}` was unfrozen within the training step, which DDP began without it: each"
+                    " rank would train it alone. Unfreeze it earlier, for example in `on_train_epoch_start` or"
+                    " `on_train_batch_start`."
                 )
 
     def _note(self, are_trained: Sequence[bool]) -> None:

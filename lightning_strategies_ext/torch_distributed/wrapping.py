@@ -45,13 +45,16 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) ->
     if unknown:
         raise TypeError(
             f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
-            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(DDP_ARGUMENTS))}."
+            " DistributedDataParallel accepts it. DistributedDataParallel accepts"
+            f" {', '.join(sorted(DDP_ARGUMENTS))}."
         )
     cap = ddp_kwargs.get("bucket_cap_mb")
     if cap is None or (cap == AUTO and may_search):
         return
     if cap == AUTO:
-        raise ValueError(f"`bucket_cap_mb={AUTO!r}`: only the Trainer's `fit` tries sizes. Set a number of mebibytes.")
+        raise ValueError(
+            f"`bucket_cap_mb={AUTO!r}`: only the Trainer's `fit` can search for a size. Pass a size in mebibytes."
+        )
     if not isinstance(cap, (int, float)):
         by_name = f" or {AUTO!r}" if may_search else ""
         raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")
@@ -109,9 +112,9 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
     for name in ONCE_ONLY:
         if ddp_kwargs.get(name) is not None:
             raise ValueError(
-                f"Other parameters of {type(module).__name__} need gradients than when DDP wrapped it. DDP cannot wrap"
-                f" it again with `{name}={ddp_kwargs[name]!r}`. Omit that argument, or let the same parameters need"
-                " gradients during the whole training."
+                f"The parameters of {type(module).__name__} that require gradients have changed since DDP wrapped it,"
+                f" and DDP cannot wrap it again with `{name}={ddp_kwargs[name]!r}`. Omit that argument, or keep the"
+                " same parameters trainable during the whole training."
             )
     # State that torch keeps for any module, such as hooks, and the flag that `no_sync` sets.
     of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
@@ -205,9 +208,9 @@ def _prepare(model: DistributedDataParallel) -> None:
     if model.find_unused_parameters or model.static_graph:
         name = "find_unused_parameters" if model.find_unused_parameters else "static_graph"
         raise RuntimeError(
-            f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
-            f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next forward"
-            " pass, or run one backward pass of the sum of the losses."
+            f"`{name}=True`: two forward passes were followed by two backward passes, but DDP can exchange the"
+            f" gradients of only one of them. Omit `{name}`, run each backward pass before the next forward pass, or"
+            " run one backward pass of the sum of the losses."
         )
     model.require_forward_param_sync = True
     if isinstance(model, DistributedModel) and model.direct_exchange is not None and model.is_exchanged_directly:
@@ -237,9 +240,9 @@ def check_has_trainable_parameters(module: Module) -> None:
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
-            f"No parameter of {type(module).__name__} needs a gradient, so there is nothing to train. Unfreeze some"
-            " (`parameter.requires_grad_()`) in `__init__`, `configure_model` or `setup`, or use `validate`, `test` or"
-            " `predict`."
+            f"No parameter of {type(module).__name__} requires a gradient, so there is nothing to train. Unfreeze"
+            " some (`parameter.requires_grad_()`) in `__init__`, `configure_model` or `setup`, or use `validate`,"
+            " `test` or `predict`."
         )
 
 

@@ -265,8 +265,8 @@ class UnevenInputsControl:
         self._check_batches_are_drawn_for_the_step(fetcher)
         if self._way == "join" and not min(self._lengths):
             raise UnevenInputsError(
-                f"`uneven_inputs='join'`: a rank has no training batch that it could repeat: {self._listed()}."
-                " Give each rank at least one batch."
+                f"`uneven_inputs='join'`: a rank has no training batch to repeat: {self._listed()}. Give each rank at"
+                " least one batch."
             )
         agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
         rank_zero_info(
@@ -289,8 +289,9 @@ class UnevenInputsControl:
     def _check_batches_are_drawn_for_the_step(self, fetcher: Any) -> None:
         if not _draws_for_the_step(fetcher):
             raise UnevenInputsError(
-                f"`uneven_inputs={self._way!r}` with `training_step(self, dataloader_iter)`: the step draws the batches"
-                " itself, so the strategy cannot detect their end. Take the batch as an argument."
+                f"`uneven_inputs={self._way!r}` cannot be combined with `training_step(self, dataloader_iter)`: the"
+                " step fetches the batches itself, so the strategy cannot detect where they end. Use"
+                " `training_step(self, batch, batch_idx)`."
             )
 
     def _use(self, fetcher: EvenFetcher, agreed: float) -> None:
@@ -332,7 +333,7 @@ class UnevenInputsControl:
             if len(set(numbers)) > 1 or 0 < len(short) < self._world_size:
                 ended = ", ".join(f"rank {rank} after {numbers[rank]}" for rank in short)
                 raise UnevenInputsError(
-                    f"Ranks have run out of training batches while others have more: {ended}. {ADVICE}"
+                    f"Ranks have run out of training batches while other ranks have more: {ended}. {ADVICE}"
                 )
             return
         self._fetcher.note_short(short, numbers[0])
@@ -347,15 +348,15 @@ class UnevenInputsControl:
         first_missed = self._fetcher.first_missed
         missed = {rank: number - last for rank, last in first_missed.items() if number > last}
         if self._way == "join" and missed:
-            listed = ", ".join(f"rank {rank} ran out {count} batches before" for rank, count in missed.items())
+            listed = ", ".join(f"rank {rank} ran out {count} batches earlier" for rank, count in missed.items())
             rank_zero_info(
                 f"`uneven_inputs='join'`: epoch {self._trainer.current_epoch} had {number} batches; {listed}."
             )
         elif self._way == "stop" and len(first_missed) < self._world_size:
             listed = ", ".join(str(rank) for rank in first_missed)
             rank_zero_info(
-                f"`uneven_inputs='stop'`: epoch {self._trainer.current_epoch} ended after {number} batches, with rank"
-                f" {listed}, while others had more."
+                f"`uneven_inputs='stop'`: epoch {self._trainer.current_epoch} ended after {number} batches, when rank"
+                f" {listed} ran out."
             )
 
 

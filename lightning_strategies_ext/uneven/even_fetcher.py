@@ -7,8 +7,8 @@ from typing import Any
 from lightning_strategies_ext.exceptions import UnevenInputsError
 
 ADVICE = (
-    "Give all ranks the same number of batches, or give the strategy `uneven_inputs='stop'` to end the epoch with the"
-    " first that runs out, or 'join' to let the others train to their end."
+    "Give all ranks the same number of batches, or set `uneven_inputs='stop'` on the strategy to end the epoch with"
+    " the first rank that runs out, or 'join' to let the other ranks train to their end."
 )
 
 

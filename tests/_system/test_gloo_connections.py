@@ -137,8 +137,8 @@ def test_a_rank_whose_place_another_user_has_taken_is_rejected(tmp_path: Path):
         reported = rank.stdout.readline()  # both keep their connection until it has come
         rank.communicate()
         stranger.communicate()
-    assert f"leads to a process of user {STRANGER}, and not of user 0" in reported
-    assert "Start the job again" in reported
+    assert f"leads to a process of user {STRANGER} instead of user 0" in reported
+    assert "Restart the job" in reported
 
 
 PRINT_ADDRESSES = """

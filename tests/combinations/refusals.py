@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tests.combinations.features import BY_NAME, DDP, DP, ELASTIC, HOROVOD
 
 #: Words with which a message names a way out.
-_WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build")
+_WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build", "Omit", "omit")
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ _COMPRESSIONS = tuple(f"compression {name}" for name in ("bf16", "fp16", "powers
 _SPAWNED = frozenset({"ddp_spawn_ext", "ddp_spawn_elastic_ext", "ddp_ray_ext", "ddp_ray_elastic_ext"})
 
 REFUSALS = (
-    _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
-    _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
+    _refusal("`sync_batchnorm=True` requires GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
+    _refusal("that `torch.compile` has compiled", "compiled module", strategies=DP | HOROVOD),
     _refusal("cannot be sent to the worker processes", "compiled module", strategies=_SPAWNED),
     _refusal("is compiled: its compiled code", "compiled submodule", strategies=DP | {"fabric dp_ext"}),
     _refusal("outside of its step", "SyncBatchNorm", "checkpointed activations", strategies=DP),
-    _refusal("only the Trainer's `fit` tries", "buckets by trial", strategies=frozenset({"fabric ddp_ext"})),
-    _refusal("keeps something from step to step", "compression powersgd", strategies=frozenset({"fabric ddp_ext"})),
+    _refusal("only the Trainer's `fit` can search", "buckets by trial", strategies=frozenset({"fabric ddp_ext"})),
+    _refusal("has state that belongs in checkpoints", "compression powersgd", strategies=frozenset({"fabric ddp_ext"})),
     _refusal("Use the Trainer", "Horovod: adasum", strategies=frozenset({"fabric horovod_ext"})),
     *(
         _refusal("tries buckets of several sizes", "buckets by trial", feature)
@@ -61,12 +61,12 @@ REFUSALS = (
     _refusal(
         "averages gradients over the ranks that have data", "uneven inputs: join", "Horovod: adasum", strategies=HOROVOD
     ),
-    _refusal("as elastic training has it", "buckets by trial", strategies=ELASTIC),
+    _refusal("which elastic training sets", "buckets by trial", strategies=ELASTIC),
     *(
-        _refusal("ranks go back to one state", f"compression {compression}", strategies=ELASTIC)
+        _refusal("a commit has the state of one rank", f"compression {compression}", strategies=ELASTIC)
         for compression in ("localsgd", "diloco")
     ),
-    _refusal("shares out the samples of the training data", "iterable data", strategies=ELASTIC),
+    _refusal("cannot be divided again", "iterable data", strategies=ELASTIC),
     _refusal("splits the division of an average", "Horovod: adasum", "Horovod: predivide", strategies=HOROVOD),
     *(
         _refusal("averages the models of all", f"compression {compression}", "uneven inputs: join")

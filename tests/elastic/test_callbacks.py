@@ -57,5 +57,5 @@ def test_workers_that_join_end_with_what_the_others_have():
 
 def test_pruning_is_refused():
     trainer = make_trainer("ddp_spawn_elastic_ext", callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
-    with pytest.raises(ValueError, match="`ModelPruning` in elastic training"):
+    with pytest.raises(ValueError, match="`ModelPruning` cannot be combined with elastic training"):
         trainer.fit(MLP(), loader())

@@ -76,8 +76,8 @@ def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
     run = run_elastic(once(kill, rank=1, step=70), strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last of another `fit`
-    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
-    assert "2 -> 1 ranks: each keeps its batch size" in run.output
+    assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
+    assert "2 -> 1 ranks: each rank keeps its batch size" in run.output
     assert len({line["pid"] for line in run.lines}) == 2  # the survivor is the process it was
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2)
 
@@ -92,7 +92,7 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
     )
     check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
     assert run.worlds == [(2, 0), (1, 30)]
-    assert "2 -> 1 ranks: each keeps its batch size, and learning rates are times 0.5" in run.output
+    assert "2 -> 1 ranks: each rank keeps its batch size, and learning rates are multiplied by 0.5" in run.output
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2 / 2)
 
 
@@ -101,7 +101,7 @@ def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
     run = run_elastic(added, hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, unfreezes_at=0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [1, 2]
-    assert "with 2 ranks, 1 of them new" in run.output
+    assert "with 2 ranks (1 new)" in run.output
     assert "; 0 steps are repeated" in run.output
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
     run = run_elastic(added, kill_rank_0_of_three, strategy=STRATEGY, pause_s=0.1, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
-    assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
+    assert "2 -> 3 ranks: the global batch size is unchanged, and is divided by 3" in run.output
     sizes = {len(line["samples"]) for line in run.having("samples")}
     assert {16, 11} <= sizes  # of 32 samples, 16 for each of two and 11 for each of three
     assert max(sizes) <= 17  # the last of an epoch may have one more
@@ -172,7 +172,7 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
         strategy=STRATEGY,
     )
     assert run.code != 0
-    assert "WorldTooSmallError: This rank got a SIGTERM before it was in a new world" in run.output
+    assert "WorldTooSmallError: This rank received a SIGTERM before it joined a new world" in run.output
     (path,) = run.checkpoints
     assert f"ckpt_path='{path}'" in run.output
     assert run.checkpoints[path]["global_step"] == 60
@@ -187,17 +187,17 @@ def test_a_host_that_is_taken_away():
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output
-    assert "This rank ends: its host has been taken away" in run.output
+    assert "This rank exits: its host was removed" in run.output
 
 
 def test_a_host_of_two_ranks_of_which_one_is_killed():
     run = run_elastic(once(kill, rank=1, step=50), hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(3, 0), (1, 40)]
-    assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
+    assert "This rank exits: its host was removed, or is blacklisted" in run.output
     assert "WorldTooSmallError" not in run.output
     # A rank saves its state where the driver takes long to find a new world, as on a busy machine, and says so.
-    assert bool(run.checkpoints) == ("There is no place for this rank in a new world" in run.output)
+    assert bool(run.checkpoints) == ("This rank has no place in the next world" in run.output)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
     run = run_elastic(once(terminate, rank=1, step=30, during=at), strategy=STRATEGY, validation_pause_s=pause_s)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
-    assert "This rank leaves after a SIGTERM." in run.output
+    assert "This rank leaves the world after a SIGTERM." in run.output
     assert f"; {num_repeated} steps are repeated" in run.output
 
 

@@ -46,7 +46,7 @@ def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_work
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
     assert run.worlds == [(2, 0), (2, 60), (2, 120)]
-    assert "with 2 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
+    assert "with 2 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
 
 
 @pytest.mark.processes

@@ -44,8 +44,8 @@ def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
-    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
-    assert "with 2 ranks, 1 of them new" in run.output
+    assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
+    assert "with 2 ranks (1 new)" in run.output
     assert "; 0 steps are repeated" in run.output
     assert f"restarting worker {rank} (" in run.output
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the survivor is the process it was
@@ -73,7 +73,7 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
     assert sizes_of(run)[0] == 3
     assert min(sizes_of(run)) in (1, 2)
     assert sizes_of(run)[-1] == 3
-    assert "the batch of all ranks keeps its size, and is divided by 3" in run.output
+    assert "the global batch size is unchanged, and is divided by 3" in run.output
 
 
 @pytest.mark.processes
@@ -252,7 +252,7 @@ class ShortOfMemory(MLP):
 @pytest.mark.processes
 def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
     with pytest.raises(
-        commit.CommitTooLargeError, match=r"each of the 2 ranks of this host keeps one; 0\.0 GiB .*`devices="
+        commit.CommitTooLargeError, match=r"each of the 2 ranks of this host stores one; 0\.0 GiB .*`devices="
     ):
         fit(DDPSpawnElasticStrategy(commit_every_n_steps=2), ShortOfMemory, max_epochs=1)
 

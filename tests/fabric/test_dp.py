@@ -232,7 +232,7 @@ def test_fabrics_own_name_stays_its_own():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"parallel_devices": []}, ValueError, r"`parallel_devices=\[\]` leaves no device"),
+        ({"parallel_devices": []}, ValueError, r"`parallel_devices=\[\]` contains no device"),
         ({"scatter": 3}, TypeError, "`scatter` must be a function"),
         ({"precision": 16}, TypeError, "`precision` must be a Precision of lightning.fabric"),
     ],

@@ -68,8 +68,8 @@ if __name__ == "__main__":
         ("Trainer ddp_fork_ext HasSpare", "'ddp_fork_ext_find_unused_parameters_true'` or `DDPSpawnStrategy("),
         ("Fabric ddp_ext -", "'ddp_ext_find_unused_parameters_true'` or `DDPStrategy("),
         ("Fabric ddp_spawn_ext -", "'ddp_spawn_ext_find_unused_parameters_true'` or `DDPStrategy("),
-        ("Trainer DDPSpawnStrategy InTurns static_graph", "Leave `static_graph=True` out, and use"),
-        ("Trainer DDPStrategy HasSparse find_unused_parameters", "or leave `sparse=True` out."),
+        ("Trainer DDPSpawnStrategy InTurns static_graph", "Omit `static_graph=True`, and use"),
+        ("Trainer DDPStrategy HasSparse find_unused_parameters", "or omit `sparse=True`."),
     ],
 )
 def test_the_last_block_begins_with_what_to_do_about_unused_parameters(command: str, advised: str, tmp_path: Path):

@@ -68,4 +68,4 @@ def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(tw
     print(run.output)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 60), (2, 120)]
-    assert "with 2 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
+    assert "with 2 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output

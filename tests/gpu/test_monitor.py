@@ -92,6 +92,6 @@ def choose(where: dict[str, Any]) -> tuple[list[str], list[dict[str, Tensor]]]:
 def test_a_bucket_size_is_measured_and_chosen_and_changes_nothing(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(choose)
     said = "".join(first[0])
-    assert re.match(r"`bucket_cap_mb='auto'`: it is (bucket_cap_mb=[14]|DDP's own sizes)", said), said
+    assert re.match(r"`bucket_cap_mb='auto'`: set to (bucket_cap_mb=[14]|DDP's default sizes)", said), said
     for _, states in (first, second):
         assert_same_bits(*states)

@@ -57,7 +57,7 @@ def test_replicas_train_as_one_device_on_the_whole_batch(
 @cuda_only
 @pytest.mark.parametrize("strategy_class", [DataParallelStrategy, FabricDataParallelStrategy])
 def test_two_replicas_on_one_gpu_are_refused(strategy_class: type) -> None:
-    with pytest.raises(ValueError, match="names a GPU twice"):
+    with pytest.raises(ValueError, match="contains a GPU twice"):
         strategy_class(parallel_devices=[torch.device("cuda", 0)] * 2)
 
 

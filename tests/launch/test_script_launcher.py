@@ -222,7 +222,7 @@ def test_a_module_of_the_same_name_is_not_run_if_the_program_changes_the_directo
 def test_a_script_from_standard_input_is_rejected_with_the_fix() -> None:
     result = run_command("sh", "-c", f'echo "{SHOW}" | {sys.executable} -')
     assert result.returncode == 1
-    assert "RuntimeError: The script was read from the standard input" in result.stdout
+    assert "RuntimeError: The script was read from standard input" in result.stdout
 
 
 TAKES_ARGUMENTS = f"""{TRAINER}

@@ -103,7 +103,7 @@ def test_stages_on_one_device_are_surrounded_and_the_end_is_called_where_the_beg
 def test_the_trainer_sets_the_module_before_it_refuses_a_compiled_one() -> None:
     """What ``strategy_parts.refuse_compiled_module`` relies on."""
     trainer = make_trainer("dp_ext", devices=2, limit_train_batches=1, max_epochs=1)
-    with pytest.raises(RuntimeError, match=r"made.*Pass the module that is not compiled"):
+    with pytest.raises(RuntimeError, match=r"has compiled.*Pass the module without"):
         trainer.fit(torch.compile(MLP(), backend="eager"), loader())
     model = MLP()
     trainer.fit(model, loader())

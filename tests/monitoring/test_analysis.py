@@ -158,11 +158,11 @@ def test_the_trace_has_the_last_steps_of_all_ranks(tmp_path: Any) -> None:
     drawn = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in drawn} == {0, 1}
     assert {event["name"] for event in drawn} == {
-        *("data", "forward", "backward", "waits for exchange", "optimizer", "gradients")
+        *("data", "forward", "backward", "waits for the exchange", "optimizer", "gradients")
     }
     of_first = {event["name"]: event for event in drawn if (event["pid"], event["args"]["step"]) == (0, 13)}
     assert of_first["backward"]["dur"] == pytest.approx(6000)
-    assert of_first["waits for exchange"]["dur"] == pytest.approx(5000)
+    assert of_first["waits for the exchange"]["dur"] == pytest.approx(5000)
     assert of_first["gradients"]["args"] == {"step": 13, "waiting_ms": 4.0, "hidden_ms": 2.0}
     # One all-reduce ends at one time, wherever clocks are.
     ends = [each["ts"] + each["dur"] for each in drawn if (each["name"], each["args"]["step"]) == ("gradients", 13)]
@@ -198,56 +198,61 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
 @pytest.mark.parametrize(
     ("ranks", "job", "said"),
     [
-        ([times()], Job(), "One process: nothing is exchanged, and computation is the limit"),
-        ([times(0), times(1)], Job(), "Computation is the limit: a step waits for communication for 3 % of its time"),
+        ([times()], Job(), "One process: nothing is exchanged, and computation is the bottleneck"),
+        (
+            [times(0), times(1)],
+            Job(),
+            "Computation is the bottleneck: a step waits for communication for 3 % of its time",
+        ),
         (
             [times(data_ms=40)],
             Job(),
-            "The step waits for its data for 40 % of a step: give the DataLoader more workers",
+            "The step waits for data for 40 % of a step. Give the DataLoader more workers",
         ),
-        ([times(0, data_ms=40), times(1, data_ms=41)], Job(), "Every rank waits for its data for 40 %"),
+        ([times(0, data_ms=40), times(1, data_ms=41)], Job(), "Every rank waits for data for 40 %"),
         (
             [times(0, waiting_ms=30), times(1, data_ms=31, waiting_ms=0)],
             Job(),
-            "Rank 1 is the limit: the others wait for it for 30 ms per step (30 % of it). It is slower by 30 ms in data"
-            " loading. Give rank 1's DataLoader more workers (`num_workers=...`)",
+            "Rank 1 is the bottleneck: other ranks wait 30 ms per step for it (30 % of the step). It is slower by 30 ms"
+            " in data loading. Give rank 1's DataLoader more workers (`num_workers=...`)",
         ),
         ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], Job(), "30 ms in the forward pass"),
-        ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], Job(), "what comes between two steps"),
+        ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], Job(), "work between two steps"),
         (NEEDS_TURNS, Job(), "Ranks wait for each other in turns, for 20 % of a step"),
         (NEEDS_TURNS, Job(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
         (
             BY_LINK,
             Job(("bf16", "powersgd"), num_hosts=2),
-            "4 MB per step. `compression=...` exchanges less: 'bf16', 'po",
+            "4 MB per step. Use `compression=...` to exchange less: 'bf16', 'po",
         ),
         (BY_LINK, Job(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
         (
             BY_LINK,
             Job(num_buckets=1),
-            "of less lets it begin while the backward pass still computes; 'auto' finds a size.",
+            "so that the exchange begins while the backward pass still computes; 'auto' finds a size.",
         ),
         (
             BY_LINK,
             Job(num_buckets=1, num_hosts=2, is_stock=True),
-            "4 MB per step. `strategy='ddp_ext_bf16'`, or another `compression` of its, exchanges less.",
+            "4 MB per step. `strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less.",
         ),
         (
             [*BY_LINK, times(2, **LINK), times(3, **LINK)],
             Job(num_hosts=2, is_stock=True),
-            "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and `strategy='ddp_ext_bf",
+            "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and"
+            " `strategy='ddp_ext_bf16'`",
         ),
         (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
-        (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
+        (BY_LINK, Job(is_stock=True), "Use `strategy='ddp_ext'`, which exchanges over shared memory"),
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
             Job(),
-            "So few bytes take round trips, not",
+            "For so few bytes, latency matters, not",
         ),
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
             Job(is_compressed=True),
-            "So few bytes take round trips, and the time to make them, not bandwidth",
+            "For so few bytes, latency and the time to compress them matters, not bandwidth",
         ),
     ],
 )

@@ -98,8 +98,8 @@ def local_sgd(**arguments: Any) -> dict[str, Any]:
 
 
 BY_BOTH_FACES = [
-    Refusal({"process_group_backend": "mccl"}, ValueError, "'mccl'", "Known: "),
-    Refusal({"process_group_backend": "cpu:gloo,cuda:mccl"}, ValueError, "'cpu:gloo,cuda:mccl'", "Known: "),
+    Refusal({"process_group_backend": "mccl"}, ValueError, "'mccl'", "Use one of "),
+    Refusal({"process_group_backend": "cpu:gloo,cuda:mccl"}, ValueError, "'cpu:gloo,cuda:mccl'", "Use one of "),
     Refusal({"process_group_backend": 5}, TypeError, "got 5", "'gloo'"),
     Refusal({"timeout": timedelta(seconds=-1)}, ValueError, "-1.0 seconds", "must be positive"),
     Refusal({"timeout": timedelta(0)}, ValueError, "0.0 seconds", "must be positive"),
@@ -113,16 +113,18 @@ BY_BOTH_FACES = [
     Refusal({"start_method": "thread"}, ValueError, "'thread'", "Use one of popen, "),
     Refusal({"start_method": None}, ValueError, "=None", "Use one of popen, "),
     Refusal({"find_unused_params": True}, TypeError, "Unknown", "find_unused_parameters"),
-    Refusal({"device_ids": [0]}, TypeError, "Unknown", "DistributedDataParallel takes"),
+    Refusal({"device_ids": [0]}, TypeError, "Unknown", "DistributedDataParallel accepts"),
     Refusal({"bucket_cap_mb": 0}, ValueError, "got 0.", "must be positive"),
     Refusal({"bucket_cap_mb": -25}, ValueError, "got -25.", "must be positive"),
     Refusal({"bucket_cap_mb": "25"}, TypeError, "got '25'.", "must be a number"),
-    Refusal({"parallel_devices": [CPU, torch.device("cuda", 0)]}, ValueError, "cpu, cuda", "must be of one type"),
+    Refusal(
+        {"parallel_devices": [CPU, torch.device("cuda", 0)]}, ValueError, "cpu, cuda", "must be devices of one type"
+    ),
     Refusal({"parallel_devices": ["cpu", "cpu"]}, TypeError, "['cpu', 'cpu']", "a list of torch.device"),
     Refusal({"parallel_devices": CPU}, TypeError, "device(type='cpu')", "a list of torch.device"),
     Refusal({"parallel_devices": 2}, TypeError, "got 2.", "a list of torch.device"),
     Refusal({"parallel_devices": [NO_GPU]}, ValueError, repr(NO_GPU), f"this host has {NO_GPU.index} GPUs"),
-    Refusal({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "index=0", "Name each once"),
+    Refusal({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "index=0", "List each GPU once"),
     Refusal({"accelerator": "cpu"}, TypeError, "'cpu'", "must be a lightning.fabric.accelerators.Accelerator"),
     Refusal({"cluster_environment": "slurm"}, TypeError, "'slurm'", "environments.ClusterEnvironment"),
     Refusal({"checkpoint_io": "file"}, TypeError, "'file'", "io.CheckpointIO"),
@@ -136,7 +138,7 @@ BY_BOTH_FACES = [
     Refusal(
         {"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": wrapper_without_result},
         TypeError,
-        "it returned None",
+        "but returned None",
         "must return a communication hook",
     ),
     Refusal(
@@ -152,7 +154,7 @@ BY_BOTH_FACES = [
 BY_THE_TRAINERS_FACE = [
     Refusal({"precision_plugin": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.pytorch"),
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "`model_averaging_period=4`", argument="ddp_comm_state"),
-    Refusal({"model_averaging_period": 4}, ValueError, "=4` needs", "`ddp_comm_state` to be a PostLocalSGDState"),
+    Refusal({"model_averaging_period": 4}, ValueError, "=4` requires", "`ddp_comm_state` to be a PostLocalSGDState"),
     *(
         Refusal(local_sgd(model_averaging_period=period), ValueError, f"got {period!r}.", "must be a positive integer")
         for period in (0, -1, True, "4", 2.0)
@@ -161,7 +163,7 @@ BY_THE_TRAINERS_FACE = [
 
 BY_FABRICS_FACE = [
     Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
-    Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel takes"),
+    Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel accepts"),
     # Fabric's optimizer step does not pass through the strategy's averaging: models would drift apart for good.
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "PeriodicModelAverager", argument="ddp_comm_state"),
 ]
@@ -191,9 +193,9 @@ def test_a_backend_that_torch_was_built_without_is_refused(backend: str) -> None
     if getattr(dist, f"is_{backend}_available")():
         pytest.skip(f"this build of torch has {backend}")
     for face in (DDPStrategy, FabricDDPStrategy):
-        Refusal({"process_group_backend": backend}, RuntimeError, f"without {backend}", "Leave the argument out").check(
-            face
-        )
+        Refusal(
+            {"process_group_backend": backend}, RuntimeError, f"does not include {backend}", "Omit the argument"
+        ).check(face)
 
 
 def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
@@ -217,7 +219,7 @@ def test_a_backend_that_cannot_move_tensors_of_the_devices_is_refused_when_these
         pytest.skip("this build of torch has no NCCL")
     (messages,) = run_ranks(construct_with_a_backend_that_is_for_gpus, backend, world_size=1)
     for message in messages:
-        assert f"`process_group_backend={backend or 'gpuonly'!r}` moves tensors on cuda" in message
+        assert f"`process_group_backend={backend or 'gpuonly'!r}` supports tensors on cuda" in message
         assert "of type 'cpu'" in message
         assert "Use `accelerator='cuda'` or another backend, such as 'gloo'" in message
 
@@ -236,7 +238,7 @@ def test_a_process_group_of_another_shape_is_refused() -> None:
     (message,) = run_ranks(join_a_group_of_another_shape, world_size=1)
     assert "rank 0 of 1" in message
     assert "rank 0 of 2" in message
-    assert "Ask for as many devices and nodes as before" in message
+    assert "Use the same number of devices and nodes as before" in message
 
 
 @pytest.mark.parametrize("averaging", [{"compression": "localsgd"}, {"compression": "diloco"}])
@@ -244,7 +246,7 @@ def test_a_process_group_of_another_shape_is_refused() -> None:
 def test_elastic_ranks_that_average_models_are_refused_with_no_advice_that_is_refused_as_well(
     averaging: dict[str, Any], others: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=r"with `elastic=True`: .* Leave one of them out") as caught:
+    with pytest.raises(ValueError, match=r"with `elastic=True`: .* Omit one of the two") as caught:
         DDPSpawnStrategy(elastic=True, **averaging, **others)
     assert "`compression=" in str(caught.value)
     assert "uneven_inputs" not in str(caught.value)
@@ -258,7 +260,7 @@ def test_a_batch_size_finder_is_refused_with_the_ways_to_find_a_size(strategy: s
 
 
 def test_fabric_refuses_to_try_sizes_of_buckets() -> None:
-    with pytest.raises(ValueError, match=r"`bucket_cap_mb='auto'`: only the Trainer's `fit` tries.*Set a number"):
+    with pytest.raises(ValueError, match=r"`bucket_cap_mb='auto'`: only the Trainer's `fit` can search.*Pass a size"):
         FabricDDPStrategy(bucket_cap_mb="auto")
 
 
@@ -292,7 +294,7 @@ def test_a_compiled_module_is_refused_with_two_ways_out_which_train() -> None:
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize(
     ("strategy", "way_out"),
-    [(DataParallelStrategy, "Pass the module that is not compiled"), (HorovodStrategy, "Compile its submodules")],
+    [(DataParallelStrategy, "Pass the module without `torch.compile`"), (HorovodStrategy, "Compile its submodules")],
 )
 def test_a_compiled_module_is_refused_by_the_strategy_with_a_way_out(strategy, way_out, stage) -> None:
     trainer = make_trainer(strategy(), devices=2)
@@ -311,7 +313,7 @@ def test_no_devices_are_refused(devices: Any) -> None:
 
 
 def test_the_device_is_not_made_up_before_a_trainer_has_chosen_it() -> None:
-    with pytest.raises(RuntimeError, match="pass the strategy to a Trainer first"):
+    with pytest.raises(RuntimeError, match="Pass the strategy to a Trainer first"):
         _ = DDPStrategy().root_device
 
 
@@ -347,9 +349,9 @@ def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused()
 
 
 def test_synchronised_batch_norm_on_cpus_is_refused_before_a_worker_starts() -> None:
-    with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs") as caught:
+    with pytest.raises(ValueError, match="`sync_batchnorm=True` requires GPUs") as caught:
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
-    assert "Leave it out, or use `accelerator='gpu'`" in str(caught.value)
+    assert "Omit the argument, or use `accelerator='gpu'`" in str(caught.value)
 
 
 class WithBatchNormOfAHook(MLP):
@@ -359,7 +361,7 @@ class WithBatchNormOfAHook(MLP):
 
 @pytest.mark.processes
 def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
-    with pytest.raises(ValueError, match=r"^`sync_batchnorm=True` needs GPUs"):
+    with pytest.raises(ValueError, match=r"^`sync_batchnorm=True` requires GPUs"):
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNormOfAHook(), loader())
 
 
@@ -391,7 +393,7 @@ def fit_with_averaging_of_a_distributed_optimizer() -> str:
 def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refused() -> None:
     (message,) = run_ranks(fit_with_averaging_of_a_distributed_optimizer, world_size=1)
     assert "`model_averaging_period=4` cannot be combined with ZeroRedundancyOptimizer" in message
-    assert "Use a plain optimizer" in message
+    assert "Use another optimizer" in message
 
 
 # --- what is asked before a Trainer, Fabric or a stage has it ---
@@ -403,7 +405,7 @@ def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refu
     ids=lambda make: f"{make.__module__.split('.')[1]}.{make.__name__}",
 )
 def test_devices_that_are_not_known_yet_are_said_to_be(make):
-    with pytest.raises(RuntimeError, match=r"The devices are not known yet: pass the strategy to (a Trainer|Fabric)"):
+    with pytest.raises(RuntimeError, match=r"The devices are not known yet. Pass the strategy to (a Trainer|Fabric)"):
         _ = make().root_device
 
 
@@ -414,7 +416,7 @@ def test_outside_of_a_stage_a_loader_is_left_as_it_is(name):
 
 
 def test_outside_of_a_stage_there_are_no_members_and_no_replicas():
-    with pytest.raises(RuntimeError, match="`membership` is known only to the ranks of `fit`"):
+    with pytest.raises(RuntimeError, match="`membership` is available only on the ranks of `fit`"):
         _ = make_trainer("ddp_spawn_elastic_ext").strategy.membership
     with pytest.raises(RuntimeError, match="`training_step` of the strategy runs on replicas"):
         make_trainer("dp_ext").strategy.training_step(None, 0)

@@ -113,7 +113,7 @@ def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
     turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_TURNS
     for case, (tried, usual) in first.items():
         assert_same_bits(tried.state, usual.state)
-        chosen = re.match(r"`bucket_cap_mb='auto'`: it is (?:bucket_cap_mb=(\S+)|DDP's own sizes)", tried.said)
+        chosen = re.match(r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)|DDP's default sizes)", tried.said)
         assert chosen, f"{case}: {tried.said}"
         assert tried.caps == [*turns, turns[0] if chosen[1] is None else round(float(chosen[1]) * 2**20)], case
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once
@@ -135,8 +135,14 @@ def train_little() -> list[str]:
 @pytest.mark.processes
 def test_a_training_that_is_too_short_and_a_model_that_is_too_small_are_told():
     too_short, too_small = run_ranks(train_little)[0]
-    assert too_short == f"`bucket_cap_mb='auto'`: nothing was chosen, since that takes {NUM_STEPS - 2} more steps."
-    assert too_small == "`bucket_cap_mb='auto'`: all gradients fit the smallest bucket, and there is nothing to choose."
+    assert (
+        too_short
+        == f"`bucket_cap_mb='auto'`: no size was chosen, because the search requires {NUM_STEPS - 2} more steps."
+    )
+    assert (
+        too_small
+        == "`bucket_cap_mb='auto'`: all gradients fit into the smallest bucket, so there is no size to choose."
+    )
 
 
 def train_observed() -> tuple[dict[str, torch.Tensor], float]:
@@ -166,5 +172,7 @@ def test_a_monitor_follows_from_size_to_size(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy])
 def test_what_cannot_be_with_it_is_refused(kind, arguments):
-    with pytest.raises(ValueError, match=f"tries buckets of several sizes.*`{next(iter(arguments))}=.*Leave that out"):
+    with pytest.raises(
+        ValueError, match=f"tries buckets of several sizes.*`{next(iter(arguments))}=.*Omit that argument"
+    ):
         kind(bucket_cap_mb="auto", **arguments)

@@ -286,4 +286,4 @@ def train_with_sync_batchnorm_on_cpu() -> None:
 @pytest.mark.processes
 def test_sync_batchnorm_on_cpu_is_refused_before_anything_starts():
     for outcome in outcomes_of_ranks(train_with_sync_batchnorm_on_cpu):
-        assert "`sync_batchnorm=True` needs GPUs" in outcome.error
+        assert "`sync_batchnorm=True` requires GPUs" in outcome.error

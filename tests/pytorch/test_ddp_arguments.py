@@ -194,7 +194,7 @@ def take_too_much_memory(make_strategy: Callable[..., Any]) -> tuple[str, float]
 def test_cpu_ranks_of_one_host_share_memory_by_default_and_options_reach_it(make_strategy):
     outcomes = outcomes_of_ranks(take_too_much_memory, make_strategy)
     assert [outcome.value for outcome in outcomes] == [("shm", 6.0)] * 2
-    assert "the process group talks over gloo, since rank 0 finds no room" in outcomes[0].output
+    assert "falling back to gloo for this process group: rank 0 cannot reserve" in outcomes[0].output
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"environment_variables": ["PATH"]}, ValueError, "PATH.*never sent"),
         ({"elastic": "yes"}, TypeError, "elastic"),
         ({"start_method": "fork"}, ValueError, "Ray starts"),
-        ({"max_restarts": 3}, ValueError, "max_restarts=3` is for `elastic=True"),
+        ({"max_restarts": 3}, ValueError, "max_restarts=3` requires `elastic=True"),
         ({"cluster_environment": LightningEnvironment()}, ValueError, "cluster_environment"),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],

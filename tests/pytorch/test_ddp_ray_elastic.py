@@ -54,8 +54,8 @@ def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(va
     check_is_as_good_as_undisturbed(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2, 1, 2]
     assert found.worlds[1] == (1, 60)
-    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in found.output
-    assert "with 2 ranks, 1 of them new" in found.output
+    assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in found.output
+    assert "with 2 ranks (1 new)" in found.output
     assert "restarting worker 1 (not started by Ray so far)" in found.output
     assert "restarting worker 0 (" in found.output
     assert len({line["pid"] for line in found.having("samples")}) == 4
@@ -104,5 +104,5 @@ def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
 def test_the_argument_makes_the_class_and_more_workers_than_there_are_cannot_be_the_least():
     strategy = DDPRayStrategy(2, elastic=True, min_workers=3, max_restarts=0)
     assert type(strategy) is DDPRayElasticStrategy
-    with pytest.raises(ValueError, match=r"`min_workers=3`, and there are 2 workers at most"):
+    with pytest.raises(ValueError, match=r"`min_workers=3`: there are at most 2 workers"):
         make_trainer(strategy, devices=1).fit(MLP(), loader())

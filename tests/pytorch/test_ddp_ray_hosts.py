@@ -124,7 +124,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
     assert found["steps"] == 5
     assert found["in order"]
     assert found["as forked"] == []
-    assert f"is not that of {names[1]}, where rank 0 is" in found["hidden"]
+    assert f"Rank 0 on {names[1]} does not see the main process's directory" in found["hidden"]
     kind, message = found["killed"]
     assert kind == "WorkerDiedError", message
     assert "on 10.113.97.2) exited" in message

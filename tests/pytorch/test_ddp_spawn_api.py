@@ -27,7 +27,7 @@ def test_the_plugin_takes_its_arguments_in_their_old_order(tmp_path):
 
 def test_sync_batchnorm_of_the_plugin_is_that_of_the_trainer():
     trainer = spawn_trainer(DDPSpawnPlugin(sync_batchnorm=True))
-    with pytest.raises(ValueError, match="needs GPUs"):
+    with pytest.raises(ValueError, match="requires GPUs"):
         trainer.fit(WithBatchNorm(), loader())
     assert make_trainer("ddp_spawn_ext", sync_batchnorm=True).strategy.sync_batchnorm
 

@@ -72,7 +72,7 @@ def errors(*args: Any, world_size: int = 2) -> list[str]:
 def test_each_rank_is_told_the_first_difference(how: str, world_size: int):
     first, last = SAID[how]
     for error in errors("fit", how, None, world_size, world_size=world_size):
-        assert "DifferentModelsError: The ranks do not have the same Different: where rank 0 has" in error
+        assert "DifferentModelsError: The ranks have different `Different` models: rank 0 has" in error
         assert first in error
         assert f"rank {world_size - 1} has" in error
         assert last in error
@@ -124,7 +124,7 @@ def with_fabric() -> str:
 
 
 def test_with_fabric_too():
-    assert all("where rank 0 has the parameter `weight`" in said for said in run_ranks(with_fabric))
+    assert all("rank 0 has the parameter `weight`" in said for said in run_ranks(with_fabric))
 
 
 def over_horovod() -> str:

@@ -166,7 +166,7 @@ def normalize_with_hidden(model, x, y, i):
         (
             lambda m, x, y, i: m.lists[0].clear(),
             {"lists": [[1]]},
-            r"the list `self\.lists\[0\]`, which a step may only",
+            r"the list `self\.lists\[0\]`, to which a step may only",
         ),
         (set_running, {"running": torch.zeros(NUM_FEATURES)}, r"`self\.running` of Model in place"),
         (remember, {"memory": {"last": torch.zeros(NUM_FEATURES)}}, r"`self\.memory\['last'\]` of Model in place"),
@@ -275,7 +275,7 @@ def cache_by_attribute(model, x, y, i):
 
 def test_an_attribute_that_is_sized_by_the_part_names_what_works():
     model = with_attributes(cache_by_attribute, cached=None)()
-    text = r"`self\.cached` of Model.*sized by the batch in a buffer, in a dict.*`functools\.lru_cache`"
+    text = r"`self\.cached` of Model.*size depends on the batch in a buffer, in a dict.*`functools\.lru_cache`"
     with pytest.raises(RuntimeError, match=text):
         make_trainer("dp_ext", 2).fit(model, loader(9, batch_size=9))
 
@@ -289,7 +289,7 @@ def test_an_attribute_that_is_sized_by_the_part_names_what_works():
 )
 def test_a_number_that_may_count_samples_warns(update, place):
     model = with_attributes(update, seen=0, state={"n": 0})()
-    with pytest.warns(UserWarning, match=place + r".*it counts those of one replica only.*`on_train_batch_end`"):
+    with pytest.warns(UserWarning, match=place + r".*it counts the samples of only one replica.*`on_train_batch_end`"):
         make_trainer("dp_ext", devices=2, max_epochs=1).fit(model, loader(10, batch_size=10))
 
 

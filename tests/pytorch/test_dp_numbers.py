@@ -213,15 +213,19 @@ def steps_with(make_metric, update):
 @pytest.mark.parametrize(
     ("make_metric", "update", "message"),
     [
-        (CatMetric, lambda m, x, y: m.update(x.mean()), "CatMetric is given a number .*cannot be put together"),
-        (MeanMetric, lambda m, x, y: m.update((y == 0).sum()), "MeanMetric is given .* a whole number is no mean"),
+        (
+            CatMetric,
+            lambda m, x, y: m.update(x.mean()),
+            "CatMetric is given a number .*cannot be computed from its states",
+        ),
+        (MeanMetric, lambda m, x, y: m.update((y == 0).sum()), "MeanMetric is given .* an integer is not a mean"),
         (Keeps, lambda m, x, y: m(x.mean()), "Keeps is given"),
         (Decays, lambda m, x, y: m.update(x.mean()), "Decays is given .*`on_train_batch_end`"),
         (PearsonCorrCoef, lambda m, x, y: m.update(x[:, 0].sum(), x[:, 1].sum()), "PearsonCorrCoef is given"),
         (
             lambda: BootStrapper(SumMetric(), num_bootstraps=2),
             lambda m, x, y: m.update(x.sum()),
-            "BootStrapper is given .*what it hands on to the metrics inside it is not known",
+            "BootStrapper is given .*the values that it passes to the metrics inside it are not known",
         ),
         (SumMetric, lambda m, x, y: m.update(*[x.sum()][len(x) - 2 :]), "metric with different arguments"),
     ],
@@ -301,7 +305,7 @@ def test_weights_that_may_be_either_warn_in_a_batch_of_fewer_samples_than_replic
 
 def test_weights_that_turn_out_to_be_of_parts_warn():
     model = Weighs(lambda model, x, y, i: 2 if i == 0 else len(x))
-    with pytest.warns(UserWarning, match=r"`self.log\('mean', ...\)` was given .* since they were equal.*`len\(x\)`"):
+    with pytest.warns(UserWarning, match=r"`self.log\('mean', ...\)` was given .* because they were equal.*`len\(x\)`"):
         make_trainer("dp_ext", devices=2, max_epochs=1).fit(model, loader(14, batch_size=7))
 
 
@@ -439,5 +443,7 @@ class LogsCounts(MLP):
 
 
 def test_a_mean_of_different_counts_is_refused():
-    with pytest.raises(ValueError, match=r"`self.log\('zeros', ...\)`: replicas log different whole.*`reduce_fx=\"sum"):
+    with pytest.raises(
+        ValueError, match=r"`self.log\('zeros', ...\)`: replicas log different integers.*`reduce_fx=\"sum"
+    ):
         make_trainer("dp_ext", devices=2).fit(LogsCounts(), loader(batch_size=15))

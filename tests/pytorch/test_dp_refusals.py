@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"parallel_devices": []}, ValueError, r"`parallel_devices=\[\]` leaves no device"),
+        ({"parallel_devices": []}, ValueError, r"`parallel_devices=\[\]` contains no device"),
         ({"parallel_devices": "cpu"}, TypeError, "`parallel_devices` must be a list of torch.device, got 'cpu'"),
-        ({"parallel_devices": [CPU, torch.device("cuda", 0)]}, ValueError, "mixes cpu and cuda"),
-        ({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "names a GPU twice"),
+        ({"parallel_devices": [CPU, torch.device("cuda", 0)]}, ValueError, "contains cpu and cuda"),
+        ({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "contains a GPU twice"),
         ({"parallel_devices": [torch.device("mps", 0), torch.device("mps", 1)]}, ValueError, "Use `devices=1`"),
         ({"scatter": 3}, TypeError, "`scatter` must be a function"),
         ({"take_turns": "yes"}, TypeError, "`take_turns` must be True, False or None, got 'yes'"),
@@ -47,7 +47,7 @@ def test_wrong_arguments_are_refused_at_construction(arguments, error, message):
 
 @pytest.mark.parametrize("make", [pl.Trainer, Fabric])
 def test_more_than_one_node_is_refused_at_construction(make):
-    with pytest.raises(ValueError, match="`num_nodes=2`: `strategy='dp_ext'` is one process, on one host"):
+    with pytest.raises(ValueError, match="`num_nodes=2`: `strategy='dp_ext'` is one process on one host"):
         make(strategy="dp_ext", accelerator="cpu", devices=2, num_nodes=2)
 
 
@@ -94,14 +94,14 @@ def return_other_shapes(self, batch, batch_idx):
     ("model", "message"),
     [
         (UpdatesByNumber, "CompositionalMetric is given a number by each replica"),
-        (with_step(log_different_counts), "replicas log different whole numbers"),
+        (with_step(log_different_counts), "replicas log different integers"),
         (with_step(return_other_shapes), "cannot be gathered"),
     ],
 )
 def test_what_a_librarys_step_does_is_refused_with_the_strategy_that_can(model, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_trainer("dp_ext").fit(model(), loader())
-    assert "If the step is that of a library, use `strategy='ddp_ext'`." in str(caught.value)
+    assert "If the step is code of a library, use `strategy='ddp_ext'`." in str(caught.value)
 
 
 class Lazy(MLP):
@@ -139,7 +139,7 @@ class HasPartCompiledInPlace(MLP):
         (Scripted, "ScriptModule"),
         (HasCompiledPart, "OptimizedModule is compiled.*Use `devices=1`"),
         (HasPartCompiledInPlace, "Sequential is compiled.*Use `devices=1`"),
-        (FetchesItself, r"Write `training_step\(self, batch, batch_idx\)`"),
+        (FetchesItself, r"Use `training_step\(self, batch, batch_idx\)`"),
     ],
     ids=["lazy", "scripted", "compiled part", "part compiled in place", "dataloader_iter"],
 )
@@ -188,7 +188,7 @@ def test_a_batch_without_a_first_dimension_is_refused_unless_the_user_splits_it(
         (lambda batch, num: [batch], TypeError, "must return a list of pairs"),
         (lambda batch, num: [], ValueError, "returned 0 parts for 2 replicas"),
         (lambda batch, num: [(batch, 1)] * 3, ValueError, "returned 3 parts for 2 replicas"),
-        (lambda batch, num: [(batch, -1)], ValueError, "below zero"),
+        (lambda batch, num: [(batch, -1)], ValueError, "negative numbers"),
     ],
 )
 def test_what_scatter_returns_is_checked(scatter, error, message):
@@ -238,7 +238,7 @@ class ReplacesInAList(MLP):
     [
         (KeepsItsLoss, r"`self.last_loss` of KeepsItsLoss differently in each replica.*`strategy='ddp_ext'`"),
         (KeepsHiddenState, r"`self.hidden` of KeepsHiddenState"),
-        (ReplacesInAList, r"the list `self.losses`, which a step may only append to"),
+        (ReplacesInAList, r"the list `self.losses`, to which a step may only append"),
     ],
 )
 @each_way
@@ -352,7 +352,7 @@ class OtherLayerSync(LayerSync):
 
 
 def test_a_layer_sync_between_processes_is_refused():
-    with pytest.raises(ValueError, match=r"OtherLayerSync.* syncs layers between processes"):
+    with pytest.raises(ValueError, match=r"OtherLayerSync.* synchronizes layers between processes"):
         make_trainer("dp_ext", devices=2, plugins=[OtherLayerSync()]).fit(MLP(), loader())
 
 
@@ -363,5 +363,5 @@ class NormalisesTokens(WithBatchNorm):
 
 
 def test_statistics_of_the_whole_batch_need_a_row_per_sample():
-    with pytest.raises(ValueError, match="BatchNorm1d got 4 rows for 2 samples"):
+    with pytest.raises(ValueError, match="BatchNorm1d received 4 rows for 2 samples"):
         make_trainer("dp_ext", devices=2, sync_batchnorm=True).fit(NormalisesTokens(), loader())

@@ -246,7 +246,7 @@ def train_each(strategy: str) -> dict[str, Any]:
             make_trainer(HorovodStrategy(op="sum")).fit(Twice(), loader())
         with pytest.raises(RuntimeError, match=r"gradient\.net\.2\..* Call `self.manual_backward\(loss\)`"):
             make_trainer(strategy).fit(BackwardByHand(), loader())
-        with pytest.raises(RuntimeError, match="before this one ended with an exception"):
+        with pytest.raises(RuntimeError, match="The previous backward pass raised an exception"):
             make_trainer(strategy).fit(GoesOnAfterException(), loader())
     return weights
 
@@ -284,7 +284,7 @@ def test_adasum_combines_steps_over_mpi():
 
 def test_adasum_without_mpi_is_refused():
     _, outcomes = try_horovod("horovodrun", adasum)
-    assert all("needs Horovod over MPI" in outcome.text for outcome in outcomes.values())
+    assert all("requires Horovod over MPI" in outcome.text for outcome in outcomes.values())
     assert outcomes
 
 

@@ -51,7 +51,7 @@ def test_ranks_of_torchrun_are_refused(make, monkeypatch):
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="started for TorchElasticEnvironment, and Horovod's ranks come from"):
+    with pytest.raises(ValueError, match="started for TorchElasticEnvironment, but Horovod requires ranks from"):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)
 
 
@@ -62,7 +62,7 @@ def test_a_rank_whose_parent_has_gone_says_so(make, monkeypatch):
     parent.wait()
     for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY": str(parent.pid)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=f"The process {parent.pid} that had started this rank has ended"):
+    with pytest.raises(RuntimeError, match=f"The process {parent.pid} that started this rank has ended"):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)
 
 
@@ -80,9 +80,9 @@ def test_without_horovod_there_is_one_error_that_names_the_command(strategy_clas
         ({"compression": "bf16"}, ValueError, "Horovod 0.28 cannot sum bfloat16. Use 'fp16'"),
         ({"compression": "zip"}, ValueError, "`compression='zip'` is unknown. Use one of none, fp16"),
         ({"op": "median"}, ValueError, "`op='median'` is unknown"),
-        ({"num_groups": -1}, ValueError, "`num_groups=-1` must be 0 or more"),
+        ({"num_groups": -1}, ValueError, "`num_groups=-1` must be at least 0"),
         ({"sparse_as_dense": "yes"}, TypeError, "`sparse_as_dense` must be True or False"),
-        ({"gradient_predivide_factor": 0}, ValueError, "must be above 0"),
+        ({"gradient_predivide_factor": 0}, ValueError, "must be positive"),
         ({"gradient_predivide_factor": 2, "op": "sum"}, ValueError, "splits the division of an average"),
         ({"parallel_devices": "cpu"}, TypeError, "`parallel_devices` must be a list"),
     ],
@@ -101,11 +101,11 @@ def test_wrong_arguments_are_refused_at_construction(strategy_class, arguments, 
             "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun",
         ),
         ({"elastic": "yes"}, TypeError, "`elastic` must be True or False, got 'yes'"),
-        ({"commit_every_n_steps": 0}, ValueError, "`commit_every_n_steps=0` must be 1 or more"),
+        ({"commit_every_n_steps": 0}, ValueError, "`commit_every_n_steps=0` must be at least 1"),
         ({"commit_every_n_steps": 2.5}, TypeError, "must be a whole number, got 2.5"),
-        ({"elastic": False, "commit_every_n_steps": 5}, ValueError, "`commit_every_n_steps=5` is for `elastic=True`"),
-        ({"op": "adasum"}, ValueError, "`op='adasum'` needs MPI or NCCL"),
-        ({"process_set": object()}, ValueError, "the ranks of a process set cannot be kept"),
+        ({"elastic": False, "commit_every_n_steps": 5}, ValueError, "`commit_every_n_steps=5` requires `elastic=True`"),
+        ({"op": "adasum"}, ValueError, "`op='adasum'` requires MPI or NCCL"),
+        ({"process_set": object()}, ValueError, "a process set does not survive"),
     ],
 )
 def test_elastic_training_that_cannot_work_is_refused_at_construction(arguments, error, message):
@@ -128,14 +128,14 @@ def test_a_policy_that_is_unknown_is_refused():
     ],
 )
 def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
-    with pytest.raises(ValueError, match=rf"which cannot be done for {message}.*use_distributed_sampler=True"):
+    with pytest.raises(ValueError, match=rf"combined with {message}.*, because its samples.*use_distributed_sampler"):
         share_out(data, 0, 2, lambda given: given, lambda: 0)
 
 
 def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():
     with pytest.raises(ValueError, match="`op='adasum'` combines the steps of optimizers"):
         FabricHorovodStrategy(op="adasum")
-    with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs"):
+    with pytest.raises(ValueError, match="`sync_batchnorm=True` requires GPUs"):
         make_trainer("horovod_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
 
 
@@ -150,7 +150,7 @@ def train_with_wrapped_optimizer() -> None:
     fabric = Fabric(strategy="horovod_ext", accelerator="cpu", devices=2)
     fabric.launch()
     model = WrapsOptimizer()
-    with pytest.raises(TypeError, match="DistributedOptimizer` has wrapped the optimizer SGD"):
+    with pytest.raises(TypeError, match="DistributedOptimizer` wraps the optimizer SGD"):
         fabric.setup(model.net, model.configure_optimizers())
     make_trainer("horovod_ext").fit(WrapsOptimizer(), loader())
 
@@ -161,7 +161,7 @@ def test_an_optimizer_that_horovod_has_wrapped_is_refused():
     assert sorted(outcomes) == [0, 1]
     for outcome in outcomes.values():
         assert outcome.name == "TypeError"
-        assert "`horovod.torch.DistributedOptimizer` has wrapped" in outcome.text
+        assert "`horovod.torch.DistributedOptimizer` wraps" in outcome.text
         assert "Use the optimizer without the wrapper" in outcome.text
 
 

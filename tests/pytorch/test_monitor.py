@@ -222,7 +222,7 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
     first, second = run_ranks(train_slowly, str(tmp_path))
     for name, slow, where in (("data", 1, "data loading"), ("forward", 0, "the forward pass")):
         times, advice, shown, metrics, took_ms = first[name]
-        assert advice.startswith(f"Rank {slow} is the limit: the others wait for it for "), advice
+        assert advice.startswith(f"Rank {slow} is the bottleneck: other ranks wait "), advice
         assert f"in {where}" in advice
         # On a busy machine all but the sleep may take longer, but no part longer than the whole.
         assert times[1 - slow].waiting_ms - times[slow].waiting_ms >= 0.25e3 * SLOW_S
@@ -269,7 +269,7 @@ def test_nobody_hangs_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
     assert "this rank has had enough" in (second.error or "")
     assert first.error is not None
-    assert "CommunicationMonitor ends, and training continues: OSError: the disk is full" in first.output
+    assert "CommunicationMonitor stops, and training continues: OSError: the disk is full" in first.output
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]  # what had come so far
 
 
@@ -329,7 +329,7 @@ def test_over_horovod(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"every_n_steps": 0}, ValueError, "`every_n_steps=0` must be 1 or more"),
+        ({"every_n_steps": 0}, ValueError, "`every_n_steps=0` must be at least 1"),
         ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be a whole number, got '9'"),
         ({"observed_steps": 2.5}, TypeError, "`observed_steps` must be a whole number, got 2.5"),
         ({"directory": 3}, TypeError, "`directory` must be a path or None, got 3"),
@@ -348,11 +348,11 @@ def test_a_strategy_whose_exchanges_cannot_be_seen_is_refused() -> None:
         strategy = FSDPStrategy()
         world_size = 2
 
-    with pytest.raises(ValueError, match="cannot see what FSDPStrategy exchanges"):
+    with pytest.raises(ValueError, match="cannot observe the exchanges of FSDPStrategy"):
         CommunicationMonitor().setup(Trainer(), MLP(), "fit")  # type: ignore[arg-type]
 
 
 def test_a_second_monitor_is_refused() -> None:
     trainer = make_trainer("auto", devices=1, callbacks=[CommunicationMonitor(), CommunicationMonitor(5)])
-    with pytest.raises(ValueError, match="`callbacks` has more than one CommunicationMonitor"):
+    with pytest.raises(ValueError, match="`callbacks` contains more than one CommunicationMonitor"):
         trainer.fit(MLP(), loader())

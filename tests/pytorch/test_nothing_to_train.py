@@ -15,7 +15,7 @@ CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count(
 
 
 class Frozen(MLP):
-    """No parameter needs a gradient."""
+    """No parameter requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ def test_a_model_with_nothing_to_train_is_refused_before_a_second_process_starts
     result = run_script(script)
     assert result.returncode != 0
     assert result.stdout.count("a process starts") == 1, result.stdout
-    assert result.stdout.count("No parameter of Frozen needs a gradient") == 1, result.stdout
+    assert result.stdout.count("No parameter of Frozen requires a gradient") == 1, result.stdout
     assert "Unfreeze some (`parameter.requires_grad_()`)" in result.stdout
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork_ext", "ddp_notebook_ext"])
 def test_a_model_with_nothing_to_train_is_refused_before_a_worker_starts(strategy: str) -> None:
-    with pytest.raises(ValueError, match="No parameter of Frozen needs a gradient"):
+    with pytest.raises(ValueError, match="No parameter of Frozen requires a gradient"):
         make_trainer(strategy).fit(Frozen(), loader())
 
 
@@ -108,7 +108,7 @@ def test_a_model_that_is_unfrozen_before_training_is_accepted(make_model: type, 
 @pytest.mark.processes
 def test_a_model_that_setup_left_frozen_is_refused_then() -> None:
     (message,) = run_ranks(fit_alone, StaysFrozenInSetup, [], world_size=1)
-    assert "No parameter of StaysFrozenInSetup needs a gradient" in message
+    assert "No parameter of StaysFrozenInSetup requires a gradient" in message
 
 
 def validate_frozen() -> list[str]:
@@ -124,7 +124,7 @@ def test_a_frozen_model_can_be_validated() -> None:
 def set_up_frozen_under_fabric() -> str:
     fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=1)
     fabric.launch()
-    with pytest.raises(ValueError, match="No parameter of Sequential needs a gradient") as caught:
+    with pytest.raises(ValueError, match="No parameter of Sequential requires a gradient") as caught:
         fabric.setup_module(Frozen().net)
     return str(caught.value)
 

@@ -364,4 +364,4 @@ def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
     elastic_runs.check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
     # Who goes on has committed before the third.
-    assert re.search(r"with 2 ranks, 1 of them new, from the commit at step \d+; 0 steps are repeated", run.output), run
+    assert re.search(r"with 2 ranks \(1 new\) from the commit at step \d+; 0 steps are repeated", run.output), run

@@ -206,4 +206,4 @@ def train_in_parts() -> None:
 def test_two_optimizers_with_a_pass_each_are_refused():
     for outcome in outcomes_of_ranks(train_in_parts):
         assert "several optimizers under manual optimization that have a backward pass each" in outcome.error
-        assert "Leave `static_graph=True` out" in outcome.error
+        assert "Omit `static_graph=True`" in outcome.error

@@ -288,7 +288,7 @@ def train_differently() -> str:
 
 def test_ranks_that_unfreeze_different_parameters_are_told():
     for message in run_ranks(train_differently):
-        assert "where rank 0 has the parameter `net.0.0.weight`" in message
+        assert "rank 0 has the parameter `net.0.0.weight`" in message
         assert "rank 1 has the parameter `net.0.0.weight` (float32, of shape (16, 8), without gradient)" in message
 
 
@@ -389,6 +389,6 @@ def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
 @pytest.mark.forked
 def test_what_ddp_can_do_once_only_is_refused():
     model = in_ddp()
-    begin = "Other parameters of Linear need gradients than when DDP wrapped it"
+    begin = "The parameters of Linear that require gradients have changed since DDP wrapped it"
     with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Omit that argument"):
         wrap_again(model, torch.device("cpu"), mixed_precision="anything")

@@ -151,7 +151,7 @@ def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, ea
 
 
 def test_who_is_not_at_the_meeting_cannot_ask_for_one(lockstep):
-    with pytest.raises(RuntimeError, match=r"the sum was asked for by a replica outside of its step"):
+    with pytest.raises(RuntimeError, match=r"the sum was requested by a replica outside of its step"):
         lockstep.seats[0].meet("the sum", sum, 1)
 
 

@@ -361,7 +361,7 @@ def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
 def test_without_room_in_shared_memory_the_group_talks_over_gloo_and_says_so_once():
     outcomes = outcomes_of_ranks(start_with_too_much, 10**15)
     assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
-    said = [[line for line in outcome.output.splitlines() if "gloo, since" in line] for outcome in outcomes]
+    said = [[line for line in outcome.output.splitlines() if "falling back to gloo" in line] for outcome in outcomes]
     assert [len(lines) for lines in said] == [1, 0]
     assert "/dev/shm" in said[0][0]
 

@@ -57,7 +57,7 @@ def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
     monkeypatch.delitem(ranks.rank_environment, VARIABLE, raising=False)
     outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
-    said = [[line for line in outcome.output.splitlines() if "cannot be kept" in line] for outcome in outcomes]
+    said = [[line for line in outcome.output.splitlines() if "cannot be stored" in line] for outcome in outcomes]
     assert [len(lines) for lines in said] == [1, 0], str(outcomes[0])
 
 
@@ -242,7 +242,7 @@ def rendezvous_of_one(tmp_path: Path, size: int = 2) -> Rendezvous:
 
 def test_a_rank_that_says_nothing_is_named(tmp_path: Path):
     meeting = rendezvous_of_one(tmp_path, size=3)
-    with pytest.raises(TimeoutError, match="rank 1 of the group, rank 2 of the group did not come"):
+    with pytest.raises(TimeoutError, match="rank 1 of the group, rank 2 of the group did not connect"):
         meeting.announce({}, time.monotonic() + 0.3)
     meeting.close()
 
@@ -295,7 +295,7 @@ def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user:
         stranger.listen()
         os.seteuid(0)
         said = {"address": "taken-by-another-user", "token": "00" * 16}
-        with pytest.raises(PeerLostError, match=rf"rank 0 \(pid 4711\).*a process of user {user} has taken"):
+        with pytest.raises(PeerLostError, match=rf"rank 0 \(pid 4711\).*a process of user {user} uses"):
             rendezvous.connect([(LinkedRank(0, 0, 4711), said)], 0, time.monotonic() + 60)
         connection, _ = stranger.accept()
         assert connection.recv(64) == b""

@@ -56,7 +56,7 @@ def test_the_fastest_is_chosen_by_what_passes_with_an_exchange_take_on_all_ranks
     assert seen == [pytest.approx([1.0, 0.8, 0.55], abs=0.36)]  # medians of odd numbers of both
     assert choice.cap == 4
     assert "bucket_cap_mb=4" in str(choice)
-    assert "1e+03 ms with DDP's own sizes" in str(choice)
+    assert "1e+03 ms with DDP's default sizes" in str(choice)
 
 
 def test_little_is_not_worth_another_size():

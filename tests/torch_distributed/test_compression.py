@@ -51,15 +51,15 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (
             lambda: DDPStrategy(compression="zip"),
             ValueError,
-            "`compression='zip'` is none that there is. Use one of 'bf",
+            "`compression='zip'` is unknown. Use one of 'bf",
         ),
         (lambda: DDPStrategy(compression=4), TypeError, "`compression` must be a name such as 'bf16'"),
         (lambda: DDPStrategy(compression=Compression()), TypeError, "`compression` must be a name such as 'bf16'"),
-        (lambda: PowerSGD(rank=0), ValueError, "`rank=0` must be 1 or more"),
+        (lambda: PowerSGD(rank=0), ValueError, "`rank=0` must be at least 1"),
         (lambda: PowerSGD(rank=1.5), TypeError, "`rank` must be a whole number, got 1.5"),
         (lambda: TopK(fraction=0), ValueError, "`fraction` must be above 0 and at most 1, got 0"),
-        (lambda: TopK(warmup_steps=-1), ValueError, "`warmup_steps=-1` must be 0 or more"),
-        (lambda: LocalSGD(period=0), ValueError, "`period=0` must be 1 or more"),
+        (lambda: TopK(warmup_steps=-1), ValueError, "`warmup_steps=-1` must be at least 0"),
+        (lambda: LocalSGD(period=0), ValueError, "`period=0` must be at least 1"),
         (lambda: DiLoCo(momentum=1), ValueError, "`momentum` must be at least 0 and below 1, got 1"),
         (lambda: DiLoCo(learning_rate="0.7"), TypeError, "`learning_rate` must be a number, got '0.7'"),
         (
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (
             lambda: DDPStrategy(compression="topk", process_group=object()),
             ValueError,
-            "`process_group` is for one among",
+            "`process_group` exchanges among some",
         ),
         (
             lambda: DDPStrategy(compression="localsgd", uneven_inputs="join"),
@@ -80,12 +80,12 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (
             lambda: DDPStrategy(compression="topk", find_unused_parameters=True),
             ValueError,
-            "which DDP drops for parameters that no rank has used",
+            "DDP drops this for parameters that no rank has used",
         ),
         (
             lambda: DDPSpawnStrategy(elastic=True, compression="diloco", uneven_inputs="stop"),
             ValueError,
-            "with `elastic=True`: ranks go back to one state",
+            "with `elastic=True`: a commit has the state of one rank",
         ),
         (lambda: FabricDDPStrategy(compression="powersgd"), ValueError, "Use 'bf16' or 'fp16' under Fabric"),
     ],
@@ -100,7 +100,7 @@ def test_what_is_kept_of_scaled_gradients_is_refused() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     scaled = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="does not go with `precision='16-mixed'`, which scales"):
+    with pytest.raises(ValueError, match="cannot be combined with `precision='16-mixed'`, which scales"):
         make_trainer(DDPStrategy(compression="powersgd", precision_plugin=scaled))
     make_trainer(DDPStrategy(compression="fp16", precision_plugin=scaled))
 

@@ -141,7 +141,7 @@ def without_room_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
 def test_a_rank_without_room_for_shared_gradients() -> None:
     for said, with_reducer, without in run_ranks(without_room_on_one_rank):
         [message] = said
-        assert re.search(r"rank 1 finds no room for \d+ bytes in /dev/shm", message), message
+        assert re.search(r"rank 1 cannot reserve \d+ bytes in /dev/shm", message), message
         for ours, theirs in zip(without, with_reducer, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -167,7 +167,7 @@ def test_half_of_the_shared_memory_is_left_to_others(tmp_path: Path, size: str, 
         outputs = [process.communicate(timeout=60)[0] for process in processes]
     for output in outputs:
         assert "[1.5]" in output
-        assert ("more than half of what is free in /dev/shm" in output) is not is_enough, output
+        assert ("more than half of the free space in /dev/shm" in output) is not is_enough, output
 
 
 def often_wrapped() -> tuple[int, list[int]]:
@@ -247,13 +247,13 @@ def reasons() -> list[str]:
 def test_a_message_says_why_the_reducer_exchanges() -> None:
     found = run_ranks(reasons)[0]
     said = [
-        "it finds out which parameters are used",
-        "it finds out which parameters are used",
+        "`find_unused_parameters` or `static_graph` is set",
+        "`find_unused_parameters` or `static_graph` is set",
         "`bucket_cap_mb=1.0`",
         "a parameter is neither float32 nor float64",
         "gradients may be sparse",
         "a module is compiled",
-        "sizes of buckets are compared",
+        "bucket sizes are compared",
         "there is one rank",
     ]
     assert found == [f"DDP's reducer exchanges the gradients: {each}." for each in said]

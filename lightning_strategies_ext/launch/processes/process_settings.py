@@ -160,7 +160,7 @@ def check_environment_variables(names: Any) -> None:
         if _is_of_a_host(name):
             raise ValueError(
                 f"`environment_variables` contains {name!r}: variables of Ray or of a host are never sent to workers."
-                " Leave out the entry; `runtime_env={'env_vars': {...}}` sets variables on workers."
+                " Omit the entry; `runtime_env={'env_vars': {...}}` sets variables on workers."
             )
 
 

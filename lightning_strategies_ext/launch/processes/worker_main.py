@@ -244,7 +244,9 @@ class WorkerService:
     def _save_state(self, path: str) -> StateSaved | TaskFailed:
         try:
             if self._session.save is None:
-                raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
+                raise RuntimeError(
+                    "this worker has no state to save, because its last task was not a stage of a Trainer"
+                )
             self._session.save(path)
             return StateSaved()
         except Exception as exception:

@@ -132,7 +132,9 @@ def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, res
         if amount > 1 and amount != int(amount):
             raise ValueError(f"`{name}={amount!r}`: Ray supports fractions only below 1. Use a whole number.")
     if not num_cpus:
-        raise ValueError("`num_cpus_per_worker=0`: a worker computes. Use a fraction if several workers share a CPU.")
+        raise ValueError(
+            "`num_cpus_per_worker=0`: a worker requires CPU time. Use a fraction if several workers share a CPU."
+        )
     if placement not in get_args(PlacementStrategy):
         raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts).")
 
@@ -192,7 +194,7 @@ def unreachable_message(address: str, error: Exception) -> str:
         " imported, and put the token of the cluster into `~/.ray/auth_token`."
     )
     return (
-        f"`address={address!r}`: no Ray cluster responds ({error}). Start one with `ray start --head`, or leave out the"
+        f"`address={address!r}`: no Ray cluster responds ({error}). Start one with `ray start --head`, or omit the"
         " argument to use a temporary one on this machine."
         + (token_hint if is_client_address(address) and not os.environ.get("RAY_AUTH_MODE") else "")
     )
@@ -226,8 +228,8 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
             current = ray.get_runtime_context().gcs_address
             if address not in (None, "auto", current) and not (_users and address == _address):
                 raise ValueError(
-                    f"`address={address!r}`: this process is connected to the Ray cluster at {current} already, and Ray"
-                    " allows one connection per process. Leave out the argument, or call `ray.shutdown()` first."
+                    f"`address={address!r}`: this process is already connected to the Ray cluster at {current}, and"
+                    " Ray allows one connection per process. Omit the argument, or call `ray.shutdown()` first."
                 )
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
             if _users:

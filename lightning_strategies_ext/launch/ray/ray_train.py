@@ -65,15 +65,15 @@ def check_compatible(
     refused += [f"timeout={timeout!r}"] * (timeout != DEFAULT_TIMEOUT)
     if refused:
         raise ValueError(
-            f"`{refused[0]}`: Ray Train has already created the process group, with backend {backend!r}. Leave out the"
+            f"`{refused[0]}`: Ray Train has already created the process group, with backend {backend!r}. Omit the"
             " argument, and pass `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the"
             " TorchTrainer."
         )
     if current_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
         raise ValueError(
             f"`devices={num_devices}`: Ray Train has started {rank_info.local_world_size} of its"
-            f" {rank_info.world_size} workers on this host. Leave out the argument:"
-            " `ScalingConfig(num_workers=...)` sets the number of ranks."
+            f" {rank_info.world_size} workers on this host. Omit the argument: `ScalingConfig(num_workers=...)` sets"
+            " the number of ranks."
         )
 
 

@@ -138,8 +138,8 @@ class RayStarter(WorkerStarter):
         if is_ray_client and self.is_elastic:
             raise RuntimeError(
                 "`elastic=True` cannot be combined with Ray Client: workers connect to a store in the main process,"
-                " which they cannot reach outside the cluster. Run the script in the cluster, with `ray job submit` or"
-                " on one of its hosts, or leave out the argument."
+                " which they cannot reach outside the cluster. Run the script in the cluster, with `ray job submit`"
+                " or on one of its hosts, or omit the argument."
             )
         self._reserve(num_workers)
         if is_ray_client:

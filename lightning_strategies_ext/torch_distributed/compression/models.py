@@ -250,8 +250,8 @@ def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
     kinds = ("PostLocalSGDOptimizer", "ZeroRedundancyOptimizer")
     if any(isinstance(optimizer, getattr(module, name, ())) for name in kinds):
         raise ValueError(
-            f"`{asked_for}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use a"
-            " plain optimizer, or leave the averaging of models out."
+            f"`{asked_for}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use"
+            f" another optimizer, or omit `{asked_for}`."
         )
 
 

@@ -161,7 +161,7 @@ def compression_of(asked_for: "CompressionName | Compression | None") -> Compres
     if isinstance(asked_for, str):
         if asked_for not in _BY_NAME:
             known = ", ".join(repr(name) for name in _BY_NAME)
-            raise ValueError(f"`compression={asked_for!r}` is none that there is. Use one of {known}.")
+            raise ValueError(f"`compression={asked_for!r}` is unknown. Use one of {known}.")
         return _BY_NAME[asked_for]()
     if asked_for is not None and (not isinstance(asked_for, Compression) or type(asked_for) is Compression):
         raise TypeError(
