@@ -40,7 +40,11 @@ def make_fork_safe() -> bool:
     try:
         lock, functions = _lock_of_threads(), native_build.library().functions
     except (LookupError, NotCompiledError) as error:
-        log.info("A DataLoader worker may hang at startup, because %s. Python 3.12 does not have this bug.", error)
+        log.info(
+            "A DataLoader worker may hang at startup, because %s. Use Python 3.12 or later, which does not"
+            " have this bug.",
+            error,
+        )
         return False
     python = ctypes.pythonapi
     acquire, release = python.PyThread_acquire_lock_timed, python.PyThread_release_lock

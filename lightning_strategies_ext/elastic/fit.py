@@ -433,7 +433,7 @@ class ElasticFit:
         if waited_s > SAVE_AFTER_S and self._saved is None and self._commit.shared is not None:
             self._saved = self._save()
             log.warning(
-                "This rank has no place in the next world: %s %s",
+                "This rank is not part of the next world: %s %s",
                 self._membership.waiting_reason,
                 self._where_saved(),
             )

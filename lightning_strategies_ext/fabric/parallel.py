@@ -167,8 +167,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "`stopping_together` must be called in the main thread, because other threads cannot handle"
-                " signals. Call it in the main thread."
+                "`stopping_together` was called in a thread that cannot handle signals. Call it in the main thread."
             )
         usual = signal.signal(signum, lambda *_: world.request_stop())
         try:

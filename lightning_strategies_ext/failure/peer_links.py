@@ -289,7 +289,7 @@ class CoordinatorEndpoint:
         *endpoint, signature = json.loads(store.get(key))
         if not hmac.compare_digest(signature, self._signature(json.dumps(endpoint), "")):
             raise RuntimeError(
-                f"Rank {rank} has another secret than rank 0, or another process has written to the store. Set"
+                f"Rank {rank} has a different secret than rank 0, or another process has written to the store. Set"
                 f" {connections.SECRET} or {connections.SECRET_FILE} to the same value on all hosts, or on none."
             )
         self._token, self._addresses, self._port = endpoint

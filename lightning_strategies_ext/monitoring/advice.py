@@ -85,8 +85,8 @@ def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
         yield Limit(
             in_turns,
             f"Ranks wait for each other in turns, for {_percent(in_turns)} of a step: their batches take different"
-            " times. Give them batches of like cost (a sampler that sorts by length), or let them meet less often:"
-            " `Trainer(accumulate_grad_batches=...)`"
+            " times. Give them batches of similar cost (a sampler that sorts by length), or let them exchange less"
+            " often: `Trainer(accumulate_grad_batches=...)`"
             + (", `compression='localsgd'`." if "localsgd" in job.compressions else "."),
         )
     transfer = share(mean_over_ranks(times, "transfer_ms"), step_ms)
@@ -105,7 +105,7 @@ def _about_slowest(slowest: Slowest, step_ms: float) -> str:
         "forward": f"Give rank {rank} batches of the same cost as those of the other ranks, or check what else its"
         " device computes.",
         "optimizer": f"Check what only rank {rank} does in hooks and callbacks after its backward pass.",
-        "other": f"Look for what rank {rank} alone does between steps: logging (`log_every_n_steps=...`), checkpoints"
+        "other": f"Check what only rank {rank} does between steps: logging (`log_every_n_steps=...`), checkpoints"
         " (`ModelCheckpoint(every_n_train_steps=...)`), callbacks.",
     }
     cures["backward"] = cures["forward"]
@@ -125,9 +125,9 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
             " collectives."
         )
     if num_bytes < _FEW_BYTES:
-        made = " and the time to compress them" if job.is_compressed else ""
+        made = " and compression" if job.is_compressed else ""
         return (
-            f"For so few bytes, latency{made} matters, not bandwidth. Exchange less often"
+            f"For so few bytes, the step waits for latency{made}, not for bandwidth. Exchange less often"
             " (`Trainer(accumulate_grad_batches=...)`), or increase the batch size, which makes the step longer."
         )
     if job.is_stock and job.num_hosts > 1:

@@ -107,7 +107,7 @@ class Replicas:
                 f"A step changed {f'the parameter `{next(names)}`' if isinstance(origin, Parameter) else origin} in"
                 " place. That happens once in each replica, and not once per batch."
                 " Do it in a hook that runs once (`on_train_batch_end`, `on_before_zero_grad`) or, right after an"
-                " optimizer's step, in one of the optimizer's (`optimizer.register_step_post_hook`)."
+                " optimizer's step, in a hook of the optimizer (`optimizer.register_step_post_hook`)."
             )
 
     def refresh(self) -> None:

@@ -197,7 +197,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     assert "This rank exits: its host was removed, or is blacklisted" in run.output
     assert "WorldTooSmallError" not in run.output
     # A rank saves its state where the driver takes long to find a new world, as on a busy machine, and says so.
-    assert bool(run.checkpoints) == ("This rank has no place in the next world" in run.output)
+    assert bool(run.checkpoints) == ("This rank is not part of the next world" in run.output)
 
 
 @pytest.mark.parametrize(

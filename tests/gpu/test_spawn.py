@@ -78,7 +78,7 @@ def test_the_weights_have_the_bits_of_ddp_ext(num_devices: int) -> None:
 def fork_after_use(where: dict[str, Any]) -> str:
     torch.ones(1, device=DEVICE_TYPE)
     trainer = make_trainer("ddp_fork_ext", **where)
-    with pytest.raises(RuntimeError, match="has used a GPU already") as raised:
+    with pytest.raises(RuntimeError, match="has already used a GPU") as raised:
         trainer.fit(MLP(), loader())
     return str(raised.value)
 

@@ -148,9 +148,7 @@ if __name__ == "__main__":
 def test_in_a_pool_fork_is_rejected_with_the_fix_and_spawn_trains(run_text):
     lines = run_text(IN_POOL).stdout.splitlines()
     (forked,) = [line for line in lines if line.startswith("ddp_fork_ext")]
-    assert forked.startswith(
-        "ddp_fork_ext raised: `start_method='fork'`: multiprocessing allows this process no children"
-    )
+    assert forked.startswith("ddp_fork_ext raised: `start_method='fork'`: this process cannot start children")
     assert "`strategy='ddp_spawn_ext'`" in forked
     assert "`concurrent.futures.ProcessPoolExecutor`" in forked
     assert "ddp_spawn_ext trained 8 steps" in lines

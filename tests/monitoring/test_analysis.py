@@ -247,12 +247,12 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
             Job(),
-            "For so few bytes, latency matters, not",
+            "For so few bytes, the step waits for latency, not for",
         ),
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
             Job(is_compressed=True),
-            "For so few bytes, latency and the time to compress them matters, not bandwidth",
+            "For so few bytes, the step waits for latency and compression, not for bandwidth",
         ),
     ],
 )

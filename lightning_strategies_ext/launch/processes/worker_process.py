@@ -171,13 +171,13 @@ class ProcessStarter(WorkerStarter):
     def check_can_start(self) -> None:
         if self.forks and multiprocessing.current_process().daemon:
             raise RuntimeError(
-                "`start_method='fork'`: multiprocessing allows this process no children, because it is a daemon, like"
+                "`start_method='fork'`: this process cannot start children, because it is a daemon, like"
                 " the workers of a `multiprocessing.Pool`. Use `strategy='ddp_spawn_ext'`, or replace the pool by a"
                 " `concurrent.futures.ProcessPoolExecutor`."
             )
         if self.forks and torch.cuda.is_initialized():
             raise RuntimeError(
-                "`start_method='fork'`: this process has used a GPU already, so its forks cannot use one. Use"
+                "`start_method='fork'`: this process has already used a GPU, so its forks cannot use one. Use"
                 " `strategy='ddp_spawn_ext'`, which does not fork this process, or restart the notebook or script and"
                 " do not use a GPU before training starts."
             )
