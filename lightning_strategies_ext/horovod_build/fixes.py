@@ -47,19 +47,19 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
             file,
             "set(CMAKE_CXX_STANDARD 14)",
             f"set(CMAKE_CXX_STANDARD {cxx_standard})",
-            f"torch's headers refuse to be compiled as less than C++{cxx_standard}",
+            f"torch's headers require C++{cxx_standard}",
         )
     yield Fix(
         "horovod/common/ops/cuda/CMakeLists.txt",
         "set(CMAKE_CUDA_STANDARD 11)",
         f"set(CMAKE_CUDA_STANDARD {cxx_standard})",
-        "CUDA 13 does not compile C++11 any more",
+        "CUDA 13 no longer compiles C++11",
     )
     yield Fix(
         "CMakeLists.txt",
         '"${PROJECT_SOURCE_DIR}/cmake/upstream/")',
         ")",
-        "Horovod's copy of CMake's search for CUDA is of 2020; CMake's own knows today's toolkits",
+        "Horovod's copy of CMake's FindCUDA is from 2020; CMake's own module supports current toolkits",
     )
     yield Fix(
         "CMakeLists.txt",
@@ -67,27 +67,27 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
         "set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\n"
         f'set(CMAKE_INSTALL_RPATH "{";".join(searched)}")',
-        "a kept wheel must look first in the environment where it is installed, not in the one where it was built: "
-        "pip's MPI lies in the environment's lib directory, four levels up, and torch and its NCCL lie beside Horovod",
+        "a stored wheel must search the environment where it is installed before the one where it was built: pip's MPI "
+        "is in the environment's lib directory, four levels up, and torch and its NCCL are next to Horovod",
     )
     if not with_cuda:
         yield Fix(
             "cmake/Modules/FindPytorch.cmake",
             "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
             "print(False)",
-            "a torch with CUDA beside any nvcc, be it of another version, made it a CUDA build without being asked",
+            "a torch with CUDA and any nvcc, even of another version, caused a CUDA build that was not requested",
         )
     yield Fix(
         "setup.py",
         "make_args = ['-j8'] if not os.environ.get('MAKEFLAGS') else []",
         "make_args = []",
-        "eight compilers at once exhaust the memory of small machines; CMAKE_BUILD_PARALLEL_LEVEL says how many",
+        "eight compilers at once exhaust the memory of small machines; CMAKE_BUILD_PARALLEL_LEVEL sets their number",
     )
     yield Fix(
         "setup.py",
         "make_args.append('VERBOSE=1')",
         "pass",
-        "ninja takes VERBOSE=1 for a target, and the log is a tenth as long without it",
+        "ninja interprets VERBOSE=1 as a target, and without it the log is a tenth as long",
     )
     yield Fix(
         "horovod/torch/CMakeLists.txt",
@@ -99,13 +99,13 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable",
         "from shutil import which as find_executable",
-        "Python 3.12 has no distutils, and horovodrun imports this module at its start",
+        "Python 3.12 has no distutils, and horovodrun imports this module at startup",
     )
     yield Fix(
         "setup.py",
         "setup_requires=require_list if is_build_action() else [],",
         "setup_requires=[],",
-        "setuptools would download what is missing, of any version and without a hash; the build imports none of it",
+        "setuptools would download missing packages, of any version and without a hash; the build imports none of them",
     )
     yield from _fixes_of_hangs()
 
@@ -137,9 +137,9 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         file,
         'm.def("horovod_torch_wait_and_clear", &WaitAndClear);',
         'module.def("horovod_torch_wait_and_clear", &WaitAndClear);',
-        "it gives Python's lock away by itself",
+        "the function releases the GIL itself",
     )
-    lost = "what was put into the queue after Horovod's thread had failed all that was in it never ended"
+    lost = "an operation that was queued after Horovod's thread had failed all queued operations never ended"
     yield Fix(
         "horovod/common/tensor_queue.h",
         "  void FinalizeTensorQueue(const Status& status);",
@@ -192,10 +192,12 @@ def apply_fixes(
         file = source / fix.file
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
         if (found := text.count(fix.old)) != 1:
-            where = f"found {found} times in {fix.file}" if text else f"and there is no file {fix.file}"
+            where = (
+                f"occurs {found} times in {fix.file}" if text else f"is missing, because there is no file {fix.file}"
+            )
             raise UnknownSourceError(
-                f"This is not the Horovod source that the fixes were written for: {fix.old!r} is {where}. "
-                f"It had to be changed because {fix.reason}. Please report it to lightning-strategies-ext."
+                f"The fixes do not match this Horovod source: {fix.old!r} {where}. The fix is required because"
+                f" {fix.reason}. Report this to the developers of lightning-strategies-ext."
             )
         file.write_text(text.replace(fix.old, fix.new), encoding="utf-8")
     return done

@@ -17,13 +17,15 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "messages.md"
 COMMAND = ".venv/bin/python -m tests.guards.messages"
 _ROOT = REPOSITORY / "lightning_strategies_ext"
-#: Generated, or texts that are code: patches of Horovod's sources.
-_EXCLUDED = ("pytorch_lightning/", "horovod_build/fixes.py")
+_MIRROR = "pytorch_lightning/"
 _LEVELS = {"info", "warning", "error", "exception", "critical", "warn", "print", "write", "advise"}
 _LEVELS |= {"rank_zero_info", "rank_zero_warn"}
 _NOT_SHOWN = {"debug", "compile", "namedtuple", "TypeVar", "cast"}
 _EXCEPTION = re.compile(r"[A-Z]\w*(Error|Exception|Warning|Exit|Interrupt)")
 _WORDS = re.compile(r"[A-Za-z{`][^\s/]*(\s+\S*[A-Za-z`}]\S*){2}")
+_CODE = re.compile(
+    r"^(import|from|\w+ =) |^(print|set)\(|[;{]\n|;$|\],$|<<"
+)  # programs, and patches of Horovod's sources
 _WIDTH = 124
 _INTRODUCTION = """# Messages
 
@@ -56,7 +58,7 @@ def page() -> str:
     found = [
         (path.relative_to(_ROOT), message)
         for path in sorted(_ROOT.rglob("*.py"), key=lambda path: (path.parent, path.name))
-        if not str(path.relative_to(_ROOT)).startswith(_EXCLUDED)
+        if not str(path.relative_to(_ROOT)).startswith(_MIRROR)
         for message in messages_in(path.read_text())
     ]
     sections = [_INTRODUCTION]
@@ -82,7 +84,7 @@ def _walk(node: ast.AST, origin: str, *, is_argument: bool) -> Iterator[Message]
     """
     text = _text(node)
     if text is not None:
-        if _WORDS.search(text) or (is_argument and re.search(r"[a-z]", text)):
+        if (is_argument and re.search(r"[a-z]", text)) or (_WORDS.search(text) and not _CODE.search(text)):
             yield Message(origin, text)
         return
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

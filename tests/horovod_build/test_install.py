@@ -419,7 +419,7 @@ def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
     assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 20
-    with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*found 0 times in CMakeLists.txt.*C\+\+20"):
+    with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*occurs 0 times in CMakeLists.txt.*C\+\+20"):
         apply_fixes(tmp_path, 20)
     with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):
         apply_fixes(tmp_path / "elsewhere", 17)
