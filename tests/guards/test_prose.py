@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.guards.prose import CONVERTED, REPOSITORY, faults, find_terms, read_terms
+from tests.guards.prose import NAMES_LEFT, PLACES, REPOSITORY, faults, find_terms, read_terms
 
 TERMS = read_terms(
     (
@@ -36,10 +36,14 @@ def test_a_term_may_be_allowed_in_some_paths() -> None:
     assert term.exceptions == ("docs/*", "benchmarks/watch.py")
 
 
-@pytest.mark.parametrize("place", CONVERTED)
+@pytest.mark.parametrize("place", PLACES)
 def test_each_place_that_is_searched_exists(place: str) -> None:
     assert (REPOSITORY / place).exists()
 
 
-def test_the_packages_that_were_rewritten_have_no_retired_terms() -> None:
+def test_the_package_has_no_retired_terms() -> None:
     assert list(faults()) == []
+
+
+def test_each_module_with_names_left_to_rename_has_such_names() -> None:
+    assert {fault.partition(":")[0] for fault in faults(names_left=())} == set(NAMES_LEFT)
