@@ -88,7 +88,7 @@ class ScaleLearningRate(WorldSizePolicy):
         rank_zero_info(f"{old} -> {new} ranks: each keeps its batch size, and learning rates are times {factor:g}.")
 
 
-def policy_of(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
+def find_policy(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
     """Returns the policy among a Trainer's callbacks, or the default."""
     return next((callback for callback in callbacks if isinstance(callback, WorldSizePolicy)), default)
 

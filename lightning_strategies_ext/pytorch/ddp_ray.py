@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
-from lightning_strategies_ext.elastic.options import check_is_not_elastic
+from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.ray.cluster import (

@@ -1,7 +1,7 @@
 """Elastic: mixin for strategies whose ``fit`` may pass through several worlds.
 
 :mod:`lightning_strategies_ext.elastic` implements elastic training. The mixin precedes the strategy among the base
-classes, and the subclass implements ``take_rank``, ``enter_world``, ``fall_silent``, and ``membership``.
+classes, and the subclass implements ``apply_rank``, ``enter_world``, ``detach``, and ``membership``.
 """
 
 from abc import abstractmethod
@@ -51,7 +51,7 @@ class Elastic(_Base):
         return tuple(name for name in super().cheaper_compressions if name != "localsgd")
 
     @abstractmethod
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Sets the rank of this process according to its membership."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Elastic(_Base):
 
     # --- one world after another ---
 
-    def take_part(self) -> None:
+    def activate_collectives(self) -> None:
         """Makes this rank take part in the collectives of its world from now on."""
         self.membership.has_joined = True
         self._world.local_collectives = None
@@ -113,14 +113,14 @@ class Elastic(_Base):
         """Object that tracks the parameters whose gradients are exchanged, and the model for its methods."""
         return cast("Unfreezing", self)._trainable, self.model
 
-    def leave_world(self, *, agreed: bool) -> None:
+    def leave_world(self, *, is_coordinated: bool) -> None:
         """Leaves the world.
 
         Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may have exited.
+            is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
         """
-        self._world.leave() if agreed else self._world.abandon()
-        self.membership.leave(agreed=agreed)
+        self._world.leave() if is_coordinated else self._world.abandon()
+        self.membership.leave(is_coordinated=is_coordinated)
         elastic_monitor().mark_finished()
 
     def _detect_hangs(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
@@ -131,7 +131,7 @@ class Elastic(_Base):
         where, peers = partial(where_in, trainer), peers_of(self.membership.members)
         elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._hang_timeout_s, where)
 
-    def fall_silent(self) -> None:
+    def detach(self) -> None:
         """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         elastic_monitor().stop_hang_detection()
         self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
@@ -141,7 +141,7 @@ class Elastic(_Base):
         """Shards the remaining samples of the epoch for a training loader."""
         module = self.lightning_module
         if module is not None and self._fit is not None and module.trainer.training:
-            self._fit.share_out(dataloader)
+            self._fit.shard_loader(dataloader)
         return dataloader
 
     # --- exception, teardown ---
@@ -151,7 +151,7 @@ class Elastic(_Base):
         # The other ranks continue without this rank.
         super()._fail(exception)
         if self._fit is not None:
-            self.fall_silent()
+            self.detach()
 
     @override
     def teardown(self) -> None:

@@ -29,7 +29,7 @@ from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_not_i
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.elastic.options import check_is_not_elastic
+from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime

@@ -20,7 +20,7 @@ CONVERTED = (
     "lightning_strategies_ext/_system",
     "lightning_strategies_ext/collectives",
     "lightning_strategies_ext/elastic/membership.py",
-    "lightning_strategies_ext/elastic/restarted.py",
+    "lightning_strategies_ext/elastic/torchrun_membership.py",
     "lightning_strategies_ext/fabric",
     "lightning_strategies_ext/failure",
     "lightning_strategies_ext/launch",
