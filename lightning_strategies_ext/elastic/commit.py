@@ -26,7 +26,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
-from lightning_strategies_ext.uneven.step_state import StepState
+from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Commit:
 
     def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
         """Returns the rank-specific state that no checkpoint contains, without random states."""
-        return StepState(trainer)
+        return StepStateSnapshot(trainer)
 
     def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
         local_state.restore()

@@ -192,7 +192,7 @@ class GradientExchange:
         finally:
             self.is_held_back = before
 
-    def keep_gradients(self) -> None:
+    def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
         self._kept = {}
         # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
@@ -314,7 +314,7 @@ class GradientExchange:
         wait_for(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
         return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
-    def share_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcasts the first contributing rank's buffers, if each step broadcasts buffers and it is not rank 0."""
         if self.broadcast_buffers is not None and self.contributors and self.contributors[0]:
             self.broadcast_buffers(self.contributors[0])

@@ -89,7 +89,7 @@ from lightning_strategies_ext.torch_distributed.wrapping import (
     records_graph,
     wrap_in_ddp,
 )
-from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
+from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
 _OURS = __name__.partition(".")[0]
 #: Rank info of a Trainer on one device, in a process that belongs to a group of several ranks.
@@ -155,7 +155,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         compression: CompressionName | Compression | None = None,
         **kwargs: Any,
     ) -> None:
-        check_way(uneven_inputs)
+        check_mode(uneven_inputs)
         check_start_method(start_method)
         process_group.check_backend(process_group_backend)
         process_group.check_options(process_group_options, process_group_backend)
