@@ -292,7 +292,7 @@ class GradientExchange:
         self._ready.clear()
         if self.observer is not None:
             begun_at_ns = min(self._begun_at_ns or ready_at_ns, ready_at_ns)
-            self.observer.exchanged(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
+            self.observer.on_exchange(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
             self._begun_at_ns = self._num_bytes = 0
         self._hook_in()  # for parameters that were frozen before
 
@@ -493,7 +493,7 @@ class DeltaExchange:
             values.copy_(start + wire.to(start.dtype))
         if self.observer is not None:
             num_bytes = sum(wire.nbytes for wire in wires)
-            self.observer.exchanged(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
+            self.observer.on_exchange(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
 
 
 def _exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:

@@ -81,7 +81,7 @@ class BucketsByTrial(_Base):
         self._bucket_sizes = {} if cap is None else {"bucket_cap_mb": cap}
         self._wrap_again(self.model)
         if self._observer is not None:
-            self._observer.exchange_changes()
+            self._observer.on_exchange_change()
 
     def _wrap_again(self, model: DistributedDataParallel) -> None:
         wrap_again(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)

@@ -534,7 +534,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             if exchange is not None:
                 exchange.after_step(optimizer)
         if self._observer is not None and self._gradient_sync.averages_models is not None:
-            self._observer.exchanged(begin_ns, begin_ns, time.time_ns(), 0, is_of_models=True)
+            self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
 
     # --- exception, teardown ---

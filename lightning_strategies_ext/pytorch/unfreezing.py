@@ -57,7 +57,7 @@ class Unfreezing(_Base):
         if isinstance(model, DistributedModel):
             model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
         if self._observer is not None:
-            self._observer.exchange_changes()
+            self._observer.on_exchange_change()
 
     def _check_unfreezing(self) -> None:
         """Rejects a backward pass with a parameter that DDP does not exchange; called before each backward pass.
