@@ -19,10 +19,10 @@ class Clock:
         self.is_on = False
         self.num_asked = 0
 
-    def observe(self, is_on: bool) -> None:
+    def set_recording(self, is_on: bool) -> None:
         self.is_on = is_on
 
-    def last(self) -> tuple[int, int, int]:
+    def last_exchange(self) -> tuple[int, int, int]:
         assert self.is_on
         self.num_asked += 1
         now = time.time_ns()
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Training:
-    """Steps of a training that starts at some step, with a session."""
+    """Steps of a training that starts at some step, with a step recorder."""
 
     def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
         self.num_done = num_done
