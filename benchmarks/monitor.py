@@ -42,7 +42,7 @@ from benchmarks.report import (
     write_json,
 )
 from lightning_strategies_ext import CommunicationMonitor
-from lightning_strategies_ext.monitoring.session import Session
+from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 
 PLAIN, HOOKS, MONITORED = "ddp_ext", "empty callback", "monitor"
 PAIRS = ((MONITORED, PLAIN), (HOOKS, PLAIN), (MONITORED, HOOKS))
@@ -92,13 +92,13 @@ def observed(num_steps: int) -> list[int]:
         raise error
 
     monitor = CommunicationMonitor()
-    session = Session(
+    recorder = StepRecorder(
         *(0, "", EVERY_N_STEPS, monitor.observed_steps, 0, switched.append),
         *(None, None, None, lambda windows: None, fail),
     )
     found = []
     for step in range(num_steps):
-        session.fetch_begins(step)
+        recorder.on_fetch_start(step)
         found += [step] * switched[-1]
     return found
 

@@ -23,7 +23,7 @@ from lightning_strategies_ext.failure.stage_exit import StageExitHandler
 from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.uneven.control import Exchange, UnevenInputsControl
+    from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputsController
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
 LOCAL_REASON_TIMEOUT_S = 0.75
@@ -73,8 +73,8 @@ class StageContext:
         self._collectives: Collectives | None = None
         self.local_collectives: LocalCollectives | None = None
         self.failure_monitor: FailureMonitor | None = None if previous is None else previous.failure_monitor
-        self.gradient_exchange: Exchange | None = None
-        self.uneven_inputs: UnevenInputsControl | None = None
+        self.gradient_exchange: GradientExchange | None = None
+        self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None

@@ -2,7 +2,7 @@
 
 The content of a Lightning checkpoint is the same on all ranks: weights, optimizers, schedulers, precision, loops with
 their position in the data, callbacks. Random states, metrics, and buffers are specific to each rank. A commit also
-contains the totals that the ranks accumulate together (:mod:`.totals`).
+contains the totals that the ranks accumulate together (:mod:`.epoch_totals`).
 
 Tensors are copied into the tensors of the previous commit, so that only the first commit allocates memory. Copies from
 a GPU go to pinned memory if enough is free, and are synchronized together.
@@ -23,14 +23,14 @@ from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext._system.gpu_sync import copy_to_host, pinned_bytes, synchronize_gpu
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.totals import Totals
+from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
-from lightning_strategies_ext.uneven.step_state import StepState
+from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorPlaceholder:
     """Placeholder of a tensor in a nested structure."""
 
     index: int
@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass
-class Shared:
+class SharedState:
     """The part of a commit that is the same on all ranks, without its tensors.
 
     Attributes:
@@ -47,11 +47,11 @@ class Shared:
         step: Number of optimizer steps done.
         world_size: Number of ranks at the commit.
         first_world_size: Number of ranks when ``fit`` began.
-        checkpoint: Lightning checkpoint, with a slot for each tensor.
+        checkpoint: Lightning checkpoint, with a placeholder for each tensor.
         modes: ``training`` of each submodule by name.
         parameters: Shape and ``requires_grad`` of each parameter by name.
-        omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a slot for each.
-        slots: Slots of ``checkpoint`` and ``omitted``.
+        omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a placeholder for each.
+        placeholders: Placeholders of ``checkpoint`` and ``omitted``.
         totals: Values that the ranks have accumulated in this epoch; None if the ranks have logged different values.
         settings: Attributes of the Trainer and its loops that callbacks may change.
         found: Attributes of the module that tuning callbacks have set, with their values.
@@ -65,8 +65,8 @@ class Shared:
     modes: dict[str, bool]
     parameters: dict[str, tuple[torch.Size, bool]]
     omitted: Any
-    slots: list[Slot]
-    totals: Totals | None
+    placeholders: list[TensorPlaceholder]
+    totals: EpochTotals | None
     settings: dict[str, Any]
     found: dict[str, Any]
 
@@ -87,16 +87,16 @@ class Commit:
     """
 
     #: Remedy for a lack of memory, as text for users.
-    cure = "Start fewer ranks per host (`devices=...`)"
+    remedy = "Start fewer ranks per host (`devices=...`)"
     _can_be_pinned = True
 
     def __init__(self, num_local_ranks: int) -> None:
-        self.shared: Shared | None = None
+        self.shared: SharedState | None = None
         self._num_local_ranks = num_local_ranks
         self._free = free_memory()  # before the ranks of this host allocate commits
         self._may_pin = False
         self._tensors: list[Tensor] = []
-        self._own: Any = None
+        self._local_state: Any = None
         self._random: Any = None
 
     @property
@@ -109,11 +109,11 @@ class Commit:
         """Number of optimizer steps done at the commit; -1 without a commit."""
         return -1 if self.shared is None else self.shared.step
 
-    def has_parts_of(self, world_size: int) -> bool:
+    def has_local_state_for(self, world_size: int) -> bool:
         """Returns whether the rank-specific state is available and the commit's world had the given number of ranks."""
-        return self._own is not None and self.shared is not None and self.shared.world_size == world_size
+        return self._local_state is not None and self.shared is not None and self.shared.world_size == world_size
 
-    def take(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
+    def capture(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
         """Copies the state between two optimizer steps. Collective: all ranks call it.
 
         Args:
@@ -127,41 +127,50 @@ class Commit:
         """
         # `dump_commit` calls hooks of users, which may wait for other ranks. No code after the totals waits.
         checkpoint = trainer_stages.dump_commit(trainer)
-        totals = Totals.of(trainer, collectives)
+        totals = EpochTotals.gather(trainer, collectives)
         found: list[Tensor] = []
-        slots: list[Slot] = []
-        packed = _packed(checkpoint, found, slots)
+        placeholders: list[TensorPlaceholder] = []
+        packed = _packed(checkpoint, found, placeholders)
         module = trainer.lightning_module
-        omitted = _packed(_omitted_tensors(module, checkpoint["state_dict"]), found, slots)
-        if self.shared is None or self.shared.slots != slots:
-            self._check_fits(slots)
+        omitted = _packed(_omitted_tensors(module, checkpoint["state_dict"]), found, placeholders)
+        if self.shared is None or self.shared.placeholders != placeholders:
+            self._check_fits(placeholders)
         modes = {name: submodule.training for name, submodule in module.named_modules()}
         parameters = {name: (each.shape, each.requires_grad) for name, each in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         synchronize_gpu()
-        self._own = self._copy_own(trainer)
+        self._local_state = self._copy_local_state(trainer)
         self._random = user_modules.random_states()
         sizes = trainer.world_size, first_world_size
         of_callbacks = trainer_stages.settings_of(trainer), trainer_stages.found_by_trials(trainer)
-        shared = Shared(
-            batches, trainer.global_step, *sizes, packed, modes, parameters, omitted, slots, totals, *of_callbacks
+        shared = SharedState(
+            batches,
+            trainer.global_step,
+            *sizes,
+            packed,
+            modes,
+            parameters,
+            omitted,
+            placeholders,
+            totals,
+            *of_callbacks,
         )
         self._write(shared, found)
 
-    def note(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Records the number of optimizer steps done. Called before each step; a no-op in this class."""
 
-    def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
+    def capture_final(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
         """Called at the end of ``fit``. A no-op here: a commit in the memory of this process is not needed any more."""
 
-    def _copy_own(self, trainer: "pl.Trainer") -> Any:
+    def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
         """Returns the rank-specific state that no checkpoint contains, without random states."""
-        return StepState(trainer)
+        return StepStateSnapshot(trainer)
 
-    def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
-        own.restore()
+    def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
+        local_state.restore()
 
-    def _write(self, shared: Shared, found: list[Tensor]) -> None:
+    def _write(self, shared: SharedState, found: list[Tensor]) -> None:
         kept: list[Tensor | None] = [None] * len(found)
         for index, (old, tensor) in enumerate(zip(self._tensors, found, strict=False)):
             if (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
@@ -170,27 +179,27 @@ class Commit:
         self._tensors = copy_to_host(found, kept, may_pin=self._may_pin)
         self.shared = shared
 
-    def _check_fits(self, slots: list[Slot]) -> None:
+    def _check_fits(self, placeholders: list[TensorPlaceholder]) -> None:
         """Checks that this host has enough memory for a commit, and decides whether to pin the memory.
 
         Args:
-            slots: Slots of the commit.
+            placeholders: Placeholders of the commit.
 
         Raises:
             CommitTooLargeError: If there is too little memory.
         """
-        num_bytes = sum(slot.shape.numel() * slot.dtype.itemsize for slot in slots)
+        num_bytes = sum(each.shape.numel() * each.dtype.itemsize for each in placeholders)
         if num_bytes * self._num_local_ranks > self._free:
             raise CommitTooLargeError(
                 f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_local_ranks} ranks of this"
-                f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.cure},"
+                f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.remedy},"
                 " or use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
-        pinned = sum(pinned_bytes(slot.shape.numel() * slot.dtype.itemsize) for slot in slots)
+        pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
         is_of_gpu = self._can_be_pinned and torch.cuda.is_initialized()
         self._may_pin = is_of_gpu and pinned * self._num_local_ranks <= self._free
 
-    def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
+    def receive(self, collectives: Collectives, src: int, shared: SharedState | None, is_behind: bool) -> None:
         """Receives the commit of another rank. Collective: all ranks call it, also those that have the commit.
 
         Args:
@@ -205,15 +214,17 @@ class Commit:
         assert shared is not None
         tensors = self._tensors
         # Attributes of a callback, such as ModelCheckpoint's `current_score`, may hold a tensor on some ranks only.
-        is_other = is_behind or self.shared is None or self.shared.slots != shared.slots
+        is_other = is_behind or self.shared is None or self.shared.placeholders != shared.placeholders
         if is_other:
-            self._check_fits(shared.slots)
-            tensors = [torch.empty(slot.shape, dtype=slot.dtype, pin_memory=self._may_pin) for slot in shared.slots]
+            self._check_fits(shared.placeholders)
+            tensors = [
+                torch.empty(each.shape, dtype=each.dtype, pin_memory=self._may_pin) for each in shared.placeholders
+            ]
         collectives.broadcast_tensors(tensors, src)
         if is_other:  # only after all tensors have arrived
             self.shared, self._tensors = shared, tensors
         if is_behind:
-            self._own = self._random = None
+            self._local_state = self._random = None
 
     def checkpoint(self) -> dict[str, Any]:
         """Returns the Lightning checkpoint, with new copies of its tensors."""
@@ -221,13 +232,13 @@ class Commit:
         filled: dict[str, Any] = _filled(self.shared.checkpoint, self._tensors)
         return filled
 
-    def restore(self, trainer: "pl.Trainer", rank: int, *, are_the_same: bool) -> None:
+    def restore(self, trainer: "pl.Trainer", rank: int, *, is_complete: bool) -> None:
         """Restores the state of a Trainer from the commit.
 
         Args:
             trainer: The Trainer.
             rank: Rank of this process.
-            are_the_same: Whether every rank has its rank-specific state, so that the sums over all ranks are complete.
+            is_complete: Whether every rank has its rank-specific state, so that the sums over all ranks are complete.
                 If not, the totals are restored.
         """
         assert self.shared is not None
@@ -246,9 +257,9 @@ class Commit:
         omitted, tensors = _filled(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
             _overwrite(tensors[name], omitted[name])
-        if self._own is not None:
-            self._restore_own(trainer, self._own)
-        if not are_the_same and self.shared.totals is not None:
+        if self._local_state is not None:
+            self._restore_local_state(trainer, self._local_state)
+        if not is_complete and self.shared.totals is not None:
             self.shared.totals.restore(trainer, rank)
         self.restore_random()
 
@@ -338,18 +349,18 @@ def _groups_text(sizes: list[int] | None) -> str:
     return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
 
 
-def _packed(value: Any, tensors: list[Tensor], slots: list[Slot]) -> Any:
+def _packed(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:
     if isinstance(value, Tensor):
-        slots.append(Slot(len(tensors), value.shape, value.dtype))
+        placeholders.append(TensorPlaceholder(len(tensors), value.shape, value.dtype))
         tensors.append(value)
-        return slots[-1]
+        return placeholders[-1]
     if is_collection(value):
-        return rebuilt(value, [_packed(part, tensors, slots) for part in parts_of(value)])
+        return rebuilt(value, [_packed(part, tensors, placeholders) for part in parts_of(value)])
     return copy.deepcopy(value)
 
 
 def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Slot):
+    if isinstance(value, TensorPlaceholder):
         return tensors[value.index].clone()
     if is_collection(value):
         return rebuilt(value, [_filled(part, tensors) for part in parts_of(value)])

@@ -42,11 +42,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_strategies_ext._lightning import trainer_data, trainer_signals, trainer_stages
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.elastic.arguments import check_callbacks
 from lightning_strategies_ext.elastic.commit import Commit, copy_model
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipServiceError
-from lightning_strategies_ext.elastic.options import check_callbacks
-from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
-from lightning_strategies_ext.elastic.sampler import share_out
+from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
+from lightning_strategies_ext.elastic.sampler import shard_loader
 from lightning_strategies_ext.exceptions import JoinError, WorldTooSmallError
 from lightning_strategies_ext.stage_context import StageContext
 
@@ -57,12 +57,12 @@ log = logging.getLogger(__name__)
 SAVE_AFTER_S = 5.0
 #: Timeout for the driver's reply to a process that got a SIGTERM while it waited for its rank in the next world, in
 #: seconds. The driver replies immediately that no rank is left for it, unless the driver has ended the job.
-ANSWER_S = 0.5
+SIGTERM_ANSWER_TIMEOUT_S = 0.5
 #: Time for which a rank continues a validation after a SIGTERM, in seconds: if the validation ends in time, no step is
 #: repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
-VALIDATES_ON_S = 5.0
+VALIDATION_GRACE_S = 5.0
 #: Exit code of a rank that leaves after a SIGTERM. The driver interprets 0 as the end of the whole job.
-_LEFT = 128 + 15
+_SIGTERM_EXIT_CODE = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
 
 
@@ -75,7 +75,7 @@ class _WorldChange(Exception):  # noqa: N818
     """All ranks have committed and leave the world."""
 
 
-class ElasticStrategy(Protocol):
+class ElasticStrategyProtocol(Protocol):
     """Interface of a strategy that an elastic ``fit`` uses."""
 
     @property
@@ -97,10 +97,10 @@ class ElasticStrategy(Protocol):
     def barrier(self, name: str) -> None:
         """Returns when every rank has called it."""
 
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Applies the rank that the membership has assigned to this process."""
 
-    def take_part(self) -> None:
+    def activate_collectives(self) -> None:
         """Connects this rank's collectives to those of the other ranks."""
 
     def answering_alone(self) -> AbstractContextManager[None]:
@@ -109,10 +109,10 @@ class ElasticStrategy(Protocol):
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Starts the failure monitor, the stop agreement, and the gradient exchange of this world."""
 
-    def leave_world(self, *, agreed: bool) -> None:
+    def leave_world(self, *, is_coordinated: bool) -> None:
         """Stops them; ``agreed`` states whether all ranks leave before the same step."""
 
-    def fall_silent(self) -> None:
+    def detach(self) -> None:
         """Prepares the exit of this rank alone: the other ranks continue."""
 
 
@@ -132,7 +132,7 @@ class ElasticFit:
 
     def __init__(
         self,
-        strategy: ElasticStrategy,
+        strategy: ElasticStrategyProtocol,
         trainer: "pl.Trainer",
         membership: Membership,
         commit_every_n_steps: int,
@@ -147,15 +147,15 @@ class ElasticFit:
         check_callbacks(self._callbacks)
         self._membership = membership
         self._commit_every_n_steps = commit_every_n_steps
-        self._policy = policy_of(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
+        self._policy = find_policy(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._number = number
         self._first_world_size = len(membership.members)
         self._commit = commit
         self._listener = membership.listen()
         self._asked_to_leave_at: float | None = None
-        self._leaves_with: BaseException = SIGTERMException(_LEFT)
+        self._leaves_with: BaseException = SIGTERMException(_SIGTERM_EXIT_CODE)
         self._is_first_step = False
-        self._num_shared_out = 0
+        self._num_sharded = 0
         self._epoch_of_loaders: int | None = None  # epoch in which the DataLoaders began, if not at its start
         self._saved: Path | None = None
         self._has_begun = has_begun
@@ -201,14 +201,14 @@ class ElasticFit:
                 train()
                 # Without it, a rank could exit that the other ranks need in a next world.
                 self._strategy.barrier("end of elastic training")
-                self._commit.take_last(self._trainer, self._first_world_size, self._strategy.collectives)
+                self._commit.capture_final(self._trainer, self._first_world_size, self._strategy.collectives)
             except _WorldChange:
-                self._strategy.leave_world(agreed=True)
+                self._strategy.leave_world(is_coordinated=True)
             except Exception as error:
                 if not self._membership.is_peer_loss(error):
                     raise
                 log.info("Rank %d of %d: %s", self._strategy.global_rank, len(self._membership.members), error)
-                self._strategy.leave_world(agreed=False)
+                self._strategy.leave_world(is_coordinated=False)
             else:
                 return
             if self._is_leaving:
@@ -218,7 +218,7 @@ class ElasticFit:
     def _run_trial(self, train: Callable[[], None]) -> None:
         """Trains for a callback that searches a learning rate or batch size; no commit contains the result."""
         if not self._has_begun and not self._has_entered:
-            self._strategy.take_part()
+            self._strategy.activate_collectives()
             self._strategy.enter_world(self._trainer)
             self._has_entered = True
         before, self._is_in_trial = self._is_in_trial, True
@@ -240,10 +240,12 @@ class ElasticFit:
             return
         if self._has_begun:
             self._check_is_same_fit()
-        self._strategy.take_part()
+        self._strategy.activate_collectives()
         if self._has_begun:
-            newest = max(self._membership.members, key=lambda member: member.batches)  # the lowest rank of several
-            if newest.batches < 0:
+            newest = max(
+                self._membership.members, key=lambda member: member.committed_batches
+            )  # the lowest rank of several
+            if newest.committed_batches < 0:
                 raise RuntimeError(
                     "A rank was lost before the first training step, so there is no commit to restore. Restart the job."
                 )
@@ -255,7 +257,7 @@ class ElasticFit:
         self._has_begun = True
 
     def _check_is_same_fit(self) -> None:
-        number = max(member.fit for member in self._membership.members)
+        number = max(member.fit_number for member in self._membership.members)
         if number != self._number:
             raise RuntimeError(
                 f"This rank is in call {self._number} of `fit`, the other ranks are in call {number}: a rank that"
@@ -264,7 +266,7 @@ class ElasticFit:
             )
 
     def _share_commit(self, newest: Member) -> None:
-        are_behind = [member.batches != newest.batches for member in self._membership.members]
+        are_behind = [member.committed_batches != newest.committed_batches for member in self._membership.members]
         if not any(are_behind):
             return
         src, collectives = self._membership.members.index(newest), self._strategy.collectives
@@ -277,29 +279,29 @@ class ElasticFit:
     def _restore(self, newest: Member) -> None:
         trainer, shared = self._trainer, self._commit.shared
         assert shared is not None
-        has_parts = self._commit.has_parts_of(len(self._membership.members))
-        are_the_same = self._strategy.collectives.reduce_boolean_decision(has_parts, all=True)
-        self._restore_commit(are_the_same)
+        has_local_state = self._commit.has_local_state_for(len(self._membership.members))
+        is_complete = self._strategy.collectives.reduce_boolean_decision(has_local_state, all=True)
+        self._restore_commit(is_complete)
         self._first_world_size = shared.first_world_size
         self._is_first_step = True
-        repeated = max(member.done for member in self._membership.members) - newest.step
+        repeated = max(member.steps_done for member in self._membership.members) - newest.committed_step
         num_new = sum(member.is_new for member in self._membership.members)
         rank_zero_info(
             f"Elastic training continues with {len(self._membership.members)} ranks ({num_new} new) from the commit"
-            f" at step {newest.step}; {repeated} steps are repeated."
+            f" at step {newest.committed_step}; {repeated} steps are repeated."
         )
         if shared.world_size != len(self._membership.members):
             module = trainer.lightning_module
             self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._membership.members))
 
-    def _restore_commit(self, are_the_same: bool) -> None:
+    def _restore_commit(self, is_complete: bool) -> None:
         if self._undo_hooks is not None:  # another rank was lost while the hooks ran
             self._undo_hooks()
-        problem = self._try_to_restore(are_the_same)
+        problem = self._try_to_restore(is_complete)
         if problem is not None:
             with self._strategy.answering_alone():
                 trainer_stages.start_training(self._trainer)
-            problem = self._try_to_restore(are_the_same)
+            problem = self._try_to_restore(is_complete)
         if problem is not None:
             raise JoinError(
                 f"Rank {self._strategy.global_rank} cannot join the other ranks, because it differs from their commit:"
@@ -308,17 +310,17 @@ class ElasticFit:
             ) from problem
         self._is_fresh = False
 
-    def _try_to_restore(self, are_the_same: bool) -> Exception | None:
+    def _try_to_restore(self, is_complete: bool) -> Exception | None:
         """Restores the commit; returns the error if a process that has not restored a commit before fails to."""
         trainer = self._trainer
         trainer_data.forget_data(trainer)
         # The next hooks, `on_train_start` included, must find the settings from before the training.
         trainer_stages.apply_settings(trainer, self._settings)
         trainer.lr_scheduler_configs[:] = self._schedulers
-        self._num_shared_out, self._epoch_of_loaders = 0, None
+        self._num_sharded, self._epoch_of_loaders = 0, None
         problem: Exception | None = None
         try:
-            self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
+            self._commit.restore(trainer, self._strategy.global_rank, is_complete=is_complete)
         except Exception as error:
             if not self._is_fresh or self._membership.is_peer_loss(error):
                 raise
@@ -358,7 +360,7 @@ class ElasticFit:
             trainer_stages.end_restart(trainer)
             self._commit.restore_random()
             self._is_first_step = False
-        self._commit.note(trainer.global_step)
+        self._commit.record_step(trainer.global_step)
         if trainer_signals.is_accumulating(trainer):
             return  # commits contain no partly accumulated gradients
         must_change = self._is_leaving or self._listener.has_changed
@@ -366,7 +368,7 @@ class ElasticFit:
             world.request_stop()
         must_change = world.has_decision_before_train_step()
         if must_change or self._is_due():
-            self._commit.take(trainer, self._first_world_size, self._strategy.collectives)
+            self._commit.capture(trainer, self._first_world_size, self._strategy.collectives)
         if must_change:
             raise _WorldChange
 
@@ -378,20 +380,20 @@ class ElasticFit:
     def before_evaluation_step(self, world: StageContext) -> None:
         """Lets this rank leave during a long validation; the other ranks then detect its loss and restore a commit."""
         asked_at = self._asked_to_leave_at
-        is_leaving = asked_at is not None and time.monotonic() - asked_at > VALIDATES_ON_S
+        is_leaving = asked_at is not None and time.monotonic() - asked_at > VALIDATION_GRACE_S
         if is_leaving:
             world.request_stop()
         if world.has_decision_before_evaluation_step() and is_leaving:
-            self._strategy.leave_world(agreed=False)
+            self._strategy.leave_world(is_coordinated=False)
             self._end()
 
     # --- loaders ---
 
-    def share_out(self, loader: Any) -> None:
+    def shard_loader(self, loader: Any) -> None:
         """Shards the remaining samples of the epoch for a training DataLoader of this rank."""
         world_size = self._strategy.world_size
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        sampler = share_out(
+        sampler = shard_loader(
             loader,
             self._strategy.global_rank,
             world_size,
@@ -399,10 +401,10 @@ class ElasticFit:
             lambda: progress.current.ready,
         )
         states = trainer_data.loader_states(self._trainer)
-        if self._num_shared_out < len(states):  # now, because the Trainer reads the length next
-            sampler.load_state_dict(states[self._num_shared_out])
-            self._epoch_of_loaders = states[self._num_shared_out]["epoch"]
-        self._num_shared_out += 1
+        if self._num_sharded < len(states):  # now, because the Trainer reads the length next
+            sampler.load_state_dict(states[self._num_sharded])
+            self._epoch_of_loaders = states[self._num_sharded]["epoch"]
+        self._num_sharded += 1
 
     # --- from one world to the next ---
 
@@ -412,24 +414,24 @@ class ElasticFit:
             # A change from here on may not be part of the next world.
             self._listener.has_changed = False
             try:
-                rank = self._membership.next_rank(self._while_waiting_for_rank)
+                rank = self._membership.next_rank(self._on_wait_for_rank)
                 if rank is None:
-                    self._strategy.fall_silent()
+                    self._strategy.detach()
                     log.warning("This rank exits: %s.", self._membership.no_rank_reason)
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
                 number = self._number if self._membership.has_joined else 0
                 member = Member(Peer.this_process(rank), number, *committed, done)
-                is_complete = self._membership.rendezvous(member, self._while_waiting_for_others)
+                is_complete = self._membership.rendezvous(member, self._on_wait_for_others)
             except MembershipServiceError as error:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
             if is_complete:
                 break
             log.warning("Rank %d: a new rank did not join. Requesting another world.", rank)
-        self._strategy.take_rank()
+        self._strategy.apply_rank()
         self._saved = None
 
-    def _while_waiting_for_rank(self, waited_s: float) -> None:
+    def _on_wait_for_rank(self, waited_s: float) -> None:
         if waited_s > SAVE_AFTER_S and self._saved is None and self._commit.shared is not None:
             self._saved = self._save()
             log.warning(
@@ -437,11 +439,11 @@ class ElasticFit:
                 self._membership.waiting_reason,
                 self._where_saved(),
             )
-        if self._asked_to_leave_at is None or time.monotonic() - self._asked_to_leave_at < ANSWER_S:
+        if self._asked_to_leave_at is None or time.monotonic() - self._asked_to_leave_at < SIGTERM_ANSWER_TIMEOUT_S:
             return
-        self._while_waiting_for_others(waited_s)
+        self._on_wait_for_others(waited_s)
 
-    def _while_waiting_for_others(self, waited_s: float) -> None:
+    def _on_wait_for_others(self, waited_s: float) -> None:
         if not self._is_leaving:
             return
         if self._membership.sigterm_consequence is None:
@@ -469,7 +471,7 @@ class ElasticFit:
         return path
 
     def _end(self) -> None:
-        self._strategy.fall_silent()
+        self._strategy.detach()
         if isinstance(self._leaves_with, SIGTERMException):
             log.warning("This rank leaves the world after a SIGTERM.")
         raise self._leaves_with

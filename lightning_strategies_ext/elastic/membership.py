@@ -22,22 +22,22 @@ class Member:
 
     Attributes:
         peer: Process of the rank.
-        fit: Number of its current ``fit``, counted in its process; 0 if it has been in none.
-        batches: Number of batches done at its last commit; -1 without a commit.
-        step: Number of optimizer steps done at its last commit; -1 without a commit.
-        done: Number of optimizer steps done at the rendezvous.
+        fit_number: Number of its current ``fit``, counted in its process; 0 if it has been in none.
+        committed_batches: Number of batches done at its last commit; -1 without a commit.
+        committed_step: Number of optimizer steps done at its last commit; -1 without a commit.
+        steps_done: Number of optimizer steps done at the rendezvous.
     """
 
     peer: Peer
-    fit: int = 0
-    batches: int = -1
-    step: int = -1
-    done: int = 0
+    fit_number: int = 0
+    committed_batches: int = -1
+    committed_step: int = -1
+    steps_done: int = 0
 
     @property
     def is_new(self) -> bool:
         """Whether its process has just started."""
-        return self.fit == 0
+        return self.fit_number == 0
 
     def encoded(self) -> bytes:
         """Returns the member as a value for a key-value store."""
@@ -46,10 +46,10 @@ class Member:
     @classmethod
     def decoded(cls, value: bytes) -> "Member":
         """Returns the member that :meth:`encoded` has encoded."""
-        return cls.of(json.loads(value))
+        return cls.from_dict(json.loads(value))
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Member":
+    def from_dict(cls, fields: dict[str, Any]) -> "Member":
         """Returns the member with the given fields, those of ``dataclasses.asdict`` after a transfer as JSON."""
         peer = fields["peer"]
         return cls(**{**fields, "peer": Peer(**{**peer, "addresses": tuple(peer["addresses"])})})
@@ -124,11 +124,11 @@ class Membership(Protocol):
             MembershipServiceError: If the process that assigns ranks does not respond.
         """
 
-    def leave(self, *, agreed: bool) -> None:
+    def leave(self, *, is_coordinated: bool) -> None:
         """Closes the connections to the other ranks.
 
         Args:
-            agreed: Whether all ranks leave together; otherwise waits of other ranks for this rank are aborted.
+            is_coordinated: Whether all ranks leave together; otherwise waits of other ranks for this rank are aborted.
         """
 
     def is_peer_loss(self, error: BaseException) -> bool:

@@ -90,7 +90,7 @@ class ScaleLearningRate(WorldSizePolicy):
         )
 
 
-def policy_of(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
+def find_policy(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
     """Returns the policy among a Trainer's callbacks, or the default."""
     return next((callback for callback in callbacks if isinstance(callback, WorldSizePolicy)), default)
 

@@ -35,7 +35,7 @@ class ElasticSampler(Sampler[int]):
         batches_done: Function that returns the number of batches of the epoch that this rank has done, in all worlds.
 
     Attributes:
-        num_past: Number of batches of the epoch that were done before this world.
+        num_batches_before: Number of batches of the epoch that were done before this world.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ElasticSampler(Sampler[int]):
         self._batches_done = batches_done
         self._epoch = 0
         self._done = 0  # samples of the epoch, before this world
-        self.num_past = 0
+        self.num_batches_before = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; a new epoch starts with its first sample."""
         if epoch != self._epoch:
-            self._epoch, self._done, self.num_past = epoch, 0, 0
+            self._epoch, self._done, self.num_batches_before = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
         seed = self._whole.seed + self._epoch
@@ -79,8 +79,8 @@ class ElasticSampler(Sampler[int]):
             return
         end = self._done + self._num_in_full_steps
         yield from islice(order, self._done + self._rank, end, self._world_size)
-        if self._rank < self._num_sharers:
-            yield from islice(order, end + self._rank, None, self._num_sharers)
+        if self._rank < self._num_ranks_in_last_step:
+            yield from islice(order, end + self._rank, None, self._num_ranks_in_last_step)
 
     def __len__(self) -> int:
         """Returns the number of remaining samples of the epoch for this rank."""
@@ -88,19 +88,19 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position of the ranks in the epoch, for a checkpoint."""
-        here = self._batches_done() - self.num_past
+        here = self._batches_done() - self.num_batches_before
         done = self._done + here * self._batch_size * self._world_size
         if here >= num_batches(self._num_left_for(0), self._batch_size):  # rank 0 has the most samples
             done = self._num_samples
-        return {"epoch": self._epoch, "samples": done, "batches": self.num_past + here}
+        return {"epoch": self._epoch, "samples": done, "batches": self.num_batches_before + here}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from a position, in a world of any size."""
-        self._epoch, self._done, self.num_past = state["epoch"], state["samples"], state["batches"]
+        self._epoch, self._done, self.num_batches_before = state["epoch"], state["samples"], state["batches"]
 
     def _num_left_for(self, rank: int) -> int:
-        rest = range(self._done + self._num_in_full_steps + rank, self._num_samples, self._num_sharers)
-        return self._num_in_full_steps // self._world_size + (len(rest) if rank < self._num_sharers else 0)
+        rest = range(self._done + self._num_in_full_steps + rank, self._num_samples, self._num_ranks_in_last_step)
+        return self._num_in_full_steps // self._world_size + (len(rest) if rank < self._num_ranks_in_last_step else 0)
 
     @property
     def _num_in_full_steps(self) -> int:
@@ -108,7 +108,7 @@ class ElasticSampler(Sampler[int]):
         return left - left % (self._world_size * self._batch_size)
 
     @property
-    def _num_sharers(self) -> int:
+    def _num_ranks_in_last_step(self) -> int:
         """Number of ranks that get samples in an incomplete last step; fewer than all if a rank would get only one."""
         rest = self._num_samples - self._done - self._num_in_full_steps
         return min(self._world_size, max(1, rest // 2))
@@ -121,14 +121,14 @@ class ElasticBatchSampler(BatchSampler):
         sampler: Sampler of the rank.
         batch_size: Number of samples per batch.
         drop_last: Whether to drop an incomplete last batch.
-        given: Batch sampler that this one replaces.
+        original: Batch sampler that this one replaces.
     """
 
     sampler: ElasticSampler
 
-    def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool, given: BatchSampler) -> None:
+    def __init__(self, sampler: ElasticSampler, batch_size: int, drop_last: bool, original: BatchSampler) -> None:
         super().__init__(sampler, batch_size, drop_last)
-        self.given = given
+        self.original = original
 
     def __iter__(self) -> Iterator[list[int]]:
         before: list[int] = []
@@ -144,7 +144,7 @@ class ElasticBatchSampler(BatchSampler):
     def __len__(self) -> int:
         """Returns the number of batches of the epoch for this rank, including those before this world."""
         left = len(self.sampler)
-        return self.sampler.num_past + (
+        return self.sampler.num_batches_before + (
             left // self.batch_size if self.drop_last else num_batches(left, self.batch_size)
         )
 
@@ -155,7 +155,7 @@ def num_batches(num_samples: int, batch_size: int) -> int:
     return full + (rest > 1 or (rest == 1 and not full))
 
 
-def share_out(
+def shard_loader(
     loader: Any, rank: int, world_size: int, batch_size_of: Callable[[int], int], batches_done: Callable[[], int]
 ) -> ElasticSampler:
     """Gives a training DataLoader an :class:`ElasticSampler` in place of Lightning's distributed sampler.
@@ -175,7 +175,7 @@ def share_out(
     """
     batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     if isinstance(batches, ElasticBatchSampler):  # the user's DataLoader object, used again in each world
-        batches = batches.given
+        batches = batches.original
     if type(batches) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         raise ValueError(
             f"`elastic=True` cannot be combined with {_described(loader)}, because its samples cannot be divided"

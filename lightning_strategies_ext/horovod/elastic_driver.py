@@ -148,10 +148,10 @@ class DriverMembership:
         """
         elastic_monitor().enter_world(self.launch.rank, peers_of(self.members), _disconnect, link_store=store)
 
-    def leave(self, *, agreed: bool) -> None:
+    def leave(self, *, is_coordinated: bool) -> None:
         """Shuts Horovod down; its connections too, if others may wait at their ends."""
-        elastic_monitor().leave_world(agreed=agreed)
-        if not agreed:
+        elastic_monitor().leave_world(agreed=is_coordinated)
+        if not is_coordinated:
             _disconnect()
         shut_down()
 
@@ -186,7 +186,7 @@ def membership(launch: Launch) -> DriverMembership:
 def leave() -> None:
     """Leaves the other ranks, some of whom may wait for this one, if this process has joined any."""
     if _membership is not None:
-        _membership.leave(agreed=False)
+        _membership.leave(is_coordinated=False)
 
 
 def _initialise() -> None:

@@ -192,7 +192,7 @@ class GradientExchange:
         finally:
             self.is_held_back = before
 
-    def keep_gradients(self) -> None:
+    def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
         self._kept = {}
         # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
@@ -292,7 +292,7 @@ class GradientExchange:
         self._ready.clear()
         if self.observer is not None:
             begun_at_ns = min(self._begun_at_ns or ready_at_ns, ready_at_ns)
-            self.observer.exchanged(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
+            self.observer.on_exchange(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
             self._begun_at_ns = self._num_bytes = 0
         self._hook_in()  # for parameters that were frozen before
 
@@ -314,7 +314,7 @@ class GradientExchange:
         wait_for(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
         return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
-    def share_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcasts the first contributing rank's buffers, if each step broadcasts buffers and it is not rank 0."""
         if self.broadcast_buffers is not None and self.contributors and self.contributors[0]:
             self.broadcast_buffers(self.contributors[0])
@@ -497,7 +497,7 @@ class DeltaExchange:
             values.copy_(start + wire.to(start.dtype))
         if self.observer is not None:
             num_bytes = sum(wire.nbytes for wire in wires)
-            self.observer.exchanged(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
+            self.observer.on_exchange(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
 
 
 def _exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:

@@ -399,9 +399,9 @@ def decode(kind: int, data: bytes) -> LinkMessage:
         return WorkerOutput(kind == _STDERR, data)
     name, fields = json.loads(data) if kind == _JSON else (str(kind), {})
     if name == "JoinedWorld":
-        return JoinedWorld(Member.of(fields["member"]))
+        return JoinedWorld(Member.from_dict(fields["member"]))
     if name == "WorldMembers":
-        return WorldMembers(fields["members"] and [Member.of(member) for member in fields["members"]])
+        return WorldMembers(fields["members"] and [Member.from_dict(member) for member in fields["members"]])
     if name not in _OF_JSON:
         raise ValueError(f"unknown message {name!r}")
     if name == "RankAssignment" and isinstance(fields["store"], list):

@@ -239,8 +239,8 @@ class WorkerMembership(Membership):
         return True
 
     @override
-    def leave(self, *, agreed: bool) -> None:
-        self._leave(agreed)
+    def leave(self, *, is_coordinated: bool) -> None:
+        self._leave(is_coordinated)
 
     @override
     def is_peer_loss(self, error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_strategies_ext.monitoring.analysis import (
     RankTimes,
-    Slowest,
+    SlowestRank,
     exposed_share,
     mean_over_ranks,
     share,
@@ -21,7 +21,7 @@ _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
-class Job:
+class JobTraits:
     """Properties of a job, other than times, on which advice depends.
 
     Attributes:
@@ -39,7 +39,7 @@ class Job:
     is_compressed: bool = False
 
 
-class Limit(NamedTuple):
+class Bottleneck(NamedTuple):
     """A cause that makes steps longer.
 
     Attributes:
@@ -51,54 +51,54 @@ class Limit(NamedTuple):
     text: str
 
 
-def advise(times: Sequence[RankTimes], job: Job) -> str:
+def advise(times: Sequence[RankTimes], traits: JobTraits) -> str:
     """Returns one line on the bottleneck of the job, and the argument that would change it.
 
     Args:
         times: Times of all ranks, over the whole training.
-        job: Properties of the job.
+        traits: Properties of the job.
     """
-    limits = [limit for limit in _limits(times, job) if limit.share >= _WORTH_IT]
-    if limits:
-        return max(limits, key=lambda limit: limit.share).text
+    bottlenecks = [each for each in _bottlenecks(times, traits) if each.share >= _WORTH_IT]
+    if bottlenecks:
+        return max(bottlenecks, key=lambda each: each.share).text
     if len(times) == 1:
         return "One process: nothing is exchanged, and computation is the bottleneck."
     exposed = exposed_share(times)
     return f"Computation is the bottleneck: a step waits for communication for {_percent(exposed)} of its time."
 
 
-def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
+def _bottlenecks(times: Sequence[RankTimes], traits: JobTraits) -> Iterator[Bottleneck]:
     step_ms = mean_over_ranks(times, "step_ms")
     slowest = slowest_of(times)
     by = 0.0
     if slowest is not None:
-        by = share(slowest.by_ms, step_ms)
-        yield Limit(by, _about_slowest(slowest, step_ms))
+        by = share(slowest.lag_ms, step_ms)
+        yield Bottleneck(by, _about_slowest(slowest, step_ms))
     data = share(min(each.data_ms for each in times), step_ms)
-    yield Limit(
+    yield Bottleneck(
         data,
         f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for data for {_percent(data)} of a step. Give"
         " the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
     )
     in_turns = share(mean_over_ranks(times, "waiting_ms"), step_ms)
     if by < in_turns / 2:
-        yield Limit(
+        yield Bottleneck(
             in_turns,
             f"Ranks wait for each other in turns, for {_percent(in_turns)} of a step: their batches take different"
             " times. Give them batches of similar cost (a sampler that sorts by length), or let them exchange less"
             " often: `Trainer(accumulate_grad_batches=...)`"
-            + (", `compression='localsgd'`." if "localsgd" in job.compressions else "."),
+            + (", `compression='localsgd'`." if "localsgd" in traits.compressions else "."),
         )
     transfer = share(mean_over_ranks(times, "transfer_ms"), step_ms)
-    yield Limit(
+    yield Bottleneck(
         transfer,
         f"The network is the bottleneck: a step waits for transfers for {_percent(transfer)} of its time, with"
-        f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_about_link(times, job)}",
+        f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_about_link(times, traits)}",
     )
 
 
-def _about_slowest(slowest: Slowest, step_ms: float) -> str:
-    rank, waited = slowest.rank, _percent(share(slowest.by_ms, step_ms))
+def _about_slowest(slowest: SlowestRank, step_ms: float) -> str:
+    rank, waited = slowest.rank, _percent(share(slowest.lag_ms, step_ms))
     names = {"data": "data loading", "forward": "the forward pass", "backward": "the backward pass"}
     cures = {
         "data": f"Give rank {rank}'s DataLoader more workers (`num_workers=...`), or faster storage.",
@@ -111,32 +111,32 @@ def _about_slowest(slowest: Slowest, step_ms: float) -> str:
     cures["backward"] = cures["forward"]
     where = names.get(slowest.phase, "work between two steps" if slowest.phase == "other" else "optimizer steps")
     return (
-        f"Rank {rank} is the bottleneck: other ranks wait {slowest.by_ms:.3g} ms per step for it ({waited} of the"
-        f" step). It is slower by {slowest.phase_by_ms:.3g} ms in {where}. {cures[slowest.phase]}"
+        f"Rank {rank} is the bottleneck: other ranks wait {slowest.lag_ms:.3g} ms per step for it ({waited} of the"
+        f" step). It is slower by {slowest.phase_lag_ms:.3g} ms in {where}. {cures[slowest.phase]}"
     )
 
 
-def _about_link(times: Sequence[RankTimes], job: Job) -> str:
+def _about_link(times: Sequence[RankTimes], traits: JobTraits) -> str:
     hidden = share(mean_over_ranks(times, "hidden_ms"), mean_over_ranks(times, "communication_ms"))
     num_bytes = mean_over_ranks(times, "num_bytes")
-    if job.is_stock and job.num_hosts == 1:
+    if traits.is_stock and traits.num_hosts == 1:
         return (
             "Use `strategy='ddp_ext'`, which exchanges over shared memory on CPUs, and waits less for single"
             " collectives."
         )
     if num_bytes < _FEW_BYTES:
-        made = " and compression" if job.is_compressed else ""
+        made = " and compression" if traits.is_compressed else ""
         return (
             f"For so few bytes, the step waits for latency{made}, not for bandwidth. Exchange less often"
             " (`Trainer(accumulate_grad_batches=...)`), or increase the batch size, which makes the step longer."
         )
-    if job.is_stock and job.num_hosts > 1:
+    if traits.is_stock and traits.num_hosts > 1:
         levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and "
         less = "`strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less."
-        return levels + less if len(times) > job.num_hosts else less
-    if job.compressions and job.num_hosts > 1:
-        return f"Use `compression=...` to exchange less: {', '.join(map(repr, job.compressions))}."
-    if job.num_buckets == 1 and hidden < _MOSTLY:
+        return levels + less if len(times) > traits.num_hosts else less
+    if traits.compressions and traits.num_hosts > 1:
+        return f"Use `compression=...` to exchange less: {', '.join(map(repr, traits.compressions))}."
+    if traits.num_buckets == 1 and hidden < _MOSTLY:
         return (
             "Use a smaller `bucket_cap_mb=...`, so that the exchange begins while the backward pass still"
             " computes; 'auto' finds a size."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from math import isnan, nan
 from statistics import median
 
-from lightning_strategies_ext.monitoring.records import IN_BACKWARD, NUM_WARMUP_STEPS, OF_MODELS, Window
+from lightning_strategies_ext.monitoring.records import IN_BACKWARD, MODEL_EXCHANGE, NUM_WARMUP_STEPS, Window
 
 #: Phases of a step on a rank, without the time in which it waits for exchanges. "data" lasts until the batch is on its
 #: device; "other" is the time between two batches: loggers, checkpoints, callbacks.
@@ -71,25 +71,25 @@ _TIMES = tuple(field.name for field in fields(RankTimes) if field.name.endswith(
 
 
 @dataclass(frozen=True)
-class Slowest:
+class SlowestRank:
     """The rank for which other ranks wait most.
 
     Attributes:
         rank: Global rank.
-        by_ms: Mean waiting time of the other ranks, minus that of this rank.
+        lag_ms: Mean waiting time of the other ranks, minus that of this rank.
         phase: Phase in which its time exceeds that of the other ranks most.
-        phase_by_ms: Difference in this phase.
+        phase_lag_ms: Difference in this phase.
     """
 
     rank: int
-    by_ms: float
+    lag_ms: float
     phase: str
-    phase_by_ms: float
+    phase_lag_ms: float
 
 
 def times_of(windows: Sequence[Window]) -> list[RankTimes]:
     """Returns the mean times of all ranks from their records of one window, in the given order."""
-    waiting = waits(windows)
+    waiting = waiting_times(windows)
     return [_times_of(window, waiting[window.rank]) for window in windows]
 
 
@@ -101,7 +101,7 @@ def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
     return _offsets(windows, _in_common(windows))
 
 
-def waits(windows: Sequence[Window]) -> dict[int, list[float]]:
+def waiting_times(windows: Sequence[Window]) -> dict[int, list[float]]:
     """Returns each rank's waiting time for other ranks in each of its exchanges, in nanoseconds; NaN if unknown."""
     in_common = _in_common(windows)
     offsets = _offsets(windows, in_common)
@@ -126,7 +126,7 @@ def combined(times: Sequence[RankTimes]) -> RankTimes:
     return RankTimes(times[0].rank, sum(each.num_steps for each in times), **means)
 
 
-def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
+def slowest_of(times: Sequence[RankTimes]) -> SlowestRank | None:
     """Returns the rank for which other ranks wait most; None if there is only one rank."""
     if len(times) < 2:
         return None
@@ -134,8 +134,8 @@ def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
     others = [each for each in times if each is not slowest]
     by_phase = {phase: slowest.phase_ms(phase) - mean_over_ranks(others, f"{phase}_ms") for phase in PHASES}
     phase = max(by_phase, key=lambda name: by_phase[name])
-    by_ms = mean_over_ranks(others, "waiting_ms") - slowest.waiting_ms
-    return Slowest(slowest.rank, by_ms, phase, by_phase[phase])
+    lag_ms = mean_over_ranks(others, "waiting_ms") - slowest.waiting_ms
+    return SlowestRank(slowest.rank, lag_ms, phase, by_phase[phase])
 
 
 def mean_over_ranks(times: Sequence[RankTimes], name: str) -> float:
@@ -143,14 +143,14 @@ def mean_over_ranks(times: Sequence[RankTimes], name: str) -> float:
     return float(sum(getattr(each, name) for each in times) / len(times))
 
 
-def logged(times: Sequence[RankTimes]) -> dict[str, float]:
+def logged_metrics(times: Sequence[RankTimes]) -> dict[str, float]:
     """Returns the metrics of a window for loggers: means over ranks, and the slowest rank."""
     values = {f"communication/{name}": mean_over_ranks(times, name) for name in _TIMES}
     values["communication/bytes"] = mean_over_ranks(times, "num_bytes")
     values["communication/exposed_share"] = exposed_share(times)
     slowest = slowest_of(times)
     if slowest is not None:
-        values |= {"communication/slowest_rank": slowest.rank, "communication/slowest_by_ms": slowest.by_ms}
+        values |= {"communication/slowest_rank": slowest.rank, "communication/slowest_rank_lag_ms": slowest.lag_ms}
     return values
 
 
@@ -182,17 +182,17 @@ class _Sums:
         self.step = self.data + self.forward + self.backward + self.rest + self.other
 
 
-class _Exchanged:
+class _ExchangeMeans:
     """Means per step over the exchanges of a window, in nanoseconds.
 
     Recorded gradient exchanges represent those of all steps; model exchanges are recorded in all steps.
     """
 
     def __init__(self, exchanges: list[tuple[int, ...]], waiting: list[float], num_steps: int) -> None:
-        observed = {step for step, _, _, _, kind in exchanges if kind != OF_MODELS}
+        observed = {step for step, _, _, _, kind in exchanges if kind != MODEL_EXCHANGE}
         self.hidden = self.exposed = self.exposed_in_backward = self.waiting = 0.0
         for (_, begin, ready, end, kind), waited in zip(exchanges, waiting, strict=True):
-            num = num_steps if kind == OF_MODELS else len(observed)
+            num = num_steps if kind == MODEL_EXCHANGE else len(observed)
             exposed = max(0, end - max(ready, begin)) / num
             self.hidden += max(0, min(ready, end) - begin) / num
             self.exposed += exposed
@@ -208,7 +208,7 @@ def _times_of(window: Window, waiting: list[float]) -> RankTimes:
         waiting = [each for each, exchange in zip(waiting, exchanges, strict=True) if exchange[0] >= NUM_WARMUP_STEPS]
         exchanges = [exchange for exchange in exchanges if exchange[0] >= NUM_WARMUP_STEPS]
         num_steps -= NUM_WARMUP_STEPS
-    sums, exchanged = _Sums(batches), _Exchanged(exchanges, waiting, max(num_steps, 1))
+    sums, exchanged = _Sums(batches), _ExchangeMeans(exchanges, waiting, max(num_steps, 1))
     num_observed = len({batch[0] for batch in batches})
     to_ms = 1e6 * max(num_observed, 1)
     exposed_ms, in_backward_ms = exchanged.exposed / 1e6, exchanged.exposed_in_backward / 1e6

@@ -77,7 +77,7 @@ class Mailbox:
             while (window := self._posts.get()) is not None and store is not None:
                 self._send(store, window)
             while store is not None and self._pending and not self._is_over:
-                self._look(store)
+                self._poll(store)
                 time.sleep(_LOOK_S)
         except Exception as error:  # the store is closed, for example because rank 0 has exited
             log.debug("The monitor of rank %d has lost the other ranks: %s", self._rank, error)
@@ -110,11 +110,11 @@ class Mailbox:
             store.set(_key(window.number, window.rank), window.dump())  # type: ignore[arg-type]  # bytes are accepted
             return
         self._pending[window.number] = {0: window}
-        self._look(store)
+        self._poll(store)
         while len(self._pending) > _MAX_WAITING:
             del self._pending[min(self._pending)]
 
-    def _look(self, store: dist.Store) -> None:
+    def _poll(self, store: dist.Store) -> None:
         for number in sorted(self._pending):
             here = self._pending[number]
             for rank in range(self._world_size):

@@ -27,7 +27,7 @@ IN_BACKWARD = 0
 #: Gradient exchange that is awaited after the backward pass.
 AFTER_BACKWARD = 1
 #: Exchange of models, after optimizer steps; all are recorded.
-OF_MODELS = 2
+MODEL_EXCHANGE = 2
 #: Number of first steps of a training, which allocate and compile, and are excluded from means.
 NUM_WARMUP_STEPS = 2
 
@@ -70,9 +70,9 @@ class Window:
         batches, exchanges = np.frombuffer(rest[:num_bytes], BATCH), np.frombuffer(rest[num_bytes:], EXCHANGE)
         return cls(**header, batches=batches, exchanges=exchanges)
 
-    def observed(self, most: int) -> Self:
+    def observed(self, max_steps: int) -> Self:
         """Returns the window reduced to its last consecutive observed steps, up to a maximum number."""
-        steps = np.unique(self.batches["step"])[-most:]
+        steps = np.unique(self.batches["step"])[-max_steps:]
         if not len(steps):
             return replace(self, exchanges=self.exchanges[:0])
         gaps = np.flatnonzero(np.diff(steps) > 1)

@@ -10,8 +10,8 @@ from math import isnan
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_strategies_ext.monitoring.analysis import clock_offsets, waits
-from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
+from lightning_strategies_ext.monitoring.analysis import clock_offsets, waiting_times
+from lightning_strategies_ext.monitoring.records import MODEL_EXCHANGE, Window
 
 #: Rows of a rank.
 TRAINING, EXCHANGE = "training", "exchange"
@@ -52,7 +52,7 @@ def spans_of(windows: Sequence[Window]) -> list[Span]:
         windows: Records of all ranks of one window.
     """
     kept = [window.observed(_MAX_STEPS) for window in windows]
-    offsets, waiting = clock_offsets(kept), waits(kept)
+    offsets, waiting = clock_offsets(kept), waiting_times(kept)
     begin = min((int(own.batches["fetch"][0]) - offsets[own.rank] for own in kept if len(own.batches)), default=0)
     spans: list[Span] = []
     for window in kept:
@@ -96,7 +96,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _of_batches(window: Window, origin: int) -> Iterator[Span]:
-    exchanges = {int(each["step"]): each for each in window.exchanges if each["kind"] != OF_MODELS}
+    exchanges = {int(each["step"]): each for each in window.exchanges if each["kind"] != MODEL_EXCHANGE}
     for batch in window.batches:
         step, fetch, begin, end = (int(batch[name]) for name in ("step", "fetch", "begin", "end"))
         backward, backward_end = int(batch["backward_begin"]) or end, int(batch["backward_end"]) or end
@@ -115,7 +115,7 @@ def _of_batches(window: Window, origin: int) -> Iterator[Span]:
 def _of_exchanges(window: Window, waiting: Sequence[float], origin: int) -> Iterator[Span]:
     for exchange, waited in zip(window.exchanges, waiting, strict=True):
         begin, ready, end = (int(exchange[name]) for name in ("begin", "ready", "end"))
-        name = "models" if exchange["kind"] == OF_MODELS else "gradients"
+        name = "models" if exchange["kind"] == MODEL_EXCHANGE else "gradients"
         waiting_ms = None if isnan(waited) else waited / 1e6
         hidden_ms = max(0, min(ready, end) - begin) / 1e6
         at = (begin - origin) / 1e6, (end - begin) / 1e6, int(exchange["step"])

@@ -89,7 +89,7 @@ from lightning_strategies_ext.torch_distributed.wrapping import (
     records_graph,
     wrap_in_ddp,
 )
-from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
+from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
 _OURS = __name__.partition(".")[0]
 #: Rank info of a Trainer on one device, in a process that belongs to a group of several ranks.
@@ -158,7 +158,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         compression: CompressionName | Compression | None = None,
         **kwargs: Any,
     ) -> None:
-        check_way(uneven_inputs)
+        check_mode(uneven_inputs)
         check_start_method(start_method)
         process_group.check_backend(process_group_backend)
         process_group.check_options(process_group_options, process_group_backend)
@@ -453,7 +453,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     def _on_rebuild(self) -> None:
         if self._observer is not None:
-            self._observer.exchange_changes()
+            self._observer.on_exchange_change()
 
     def _averages_of_model(self) -> list[Module]:
         """Returns averages of the model in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
@@ -548,7 +548,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         for after_optimizer_step in self._features.after_optimizer_step:
             after_optimizer_step(optimizer)
         if self._observer is not None and self._gradient_sync.averages_models is not None:
-            self._observer.exchanged(begin_ns, begin_ns, time.time_ns(), 0, is_of_models=True)
+            self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
 
     @property

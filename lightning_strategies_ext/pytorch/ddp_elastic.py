@@ -1,6 +1,6 @@
 """DDPElasticStrategy: ``fit`` continues from the newest commit when torchrun restarts ranks. Name ``ddp_elastic_ext``.
 
-:mod:`lightning_strategies_ext.elastic` implements commits and their restoration, and :mod:`.elastic.keeper` stores
+:mod:`lightning_strategies_ext.elastic` implements commits and their restoration, and :mod:`.elastic.fd_store` stores
 them. This module is the front end for ranks that torchrun starts.
 """
 
@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.elastic.arguments import check_commit_interval, check_elastic_compatible
+from lightning_strategies_ext.elastic.fd_store import RUN_ID, FdStoreClient, TorchrunJob
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
-from lightning_strategies_ext.elastic.keeper import RUN_ID, Job, Keeper
-from lightning_strategies_ext.elastic.kept import KeptCommit
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.elastic.options import check_can_change, check_commit_interval
-from lightning_strategies_ext.elastic.restarted import RestartedMembership
+from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
+from lightning_strategies_ext.elastic.torchrun_membership import TorchrunMembership
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.registry import UnavailableHereError
@@ -71,23 +71,23 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
         self._fit: ElasticFit | None = None
-        self._membership: RestartedMembership | None = None
+        self._membership: TorchrunMembership | None = None
         self._job = self._find_job()
-        self._keeper: Keeper | None = None
+        self._fd_store: FdStoreClient | None = None
 
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_can_change(uneven_inputs, self._gradient_sync.averages_models)
+        check_elastic_compatible(uneven_inputs, self._gradient_sync.averages_models)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
-    def _find_job(self) -> Job:
+    def _find_job(self) -> TorchrunJob:
         if sys.platform != "linux":
             raise UnavailableHereError(
                 f"`strategy='{self.strategy_name}'` requires Linux, on which commits are stored for restarted"
                 " ranks. Use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
-        job = Job.of_this_process()
+        job = TorchrunJob.of_this_process()
         if job is None:
             raise UnavailableHereError(
                 f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID} is not set). Use"
@@ -107,7 +107,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
 
     @property
     @override
-    def membership(self) -> RestartedMembership:
+    def membership(self) -> TorchrunMembership:
         """Membership of this rank, during ``fit``."""
         if self._membership is None:
             raise RuntimeError("`membership` is available only on the ranks of `fit`, while it runs.")
@@ -118,17 +118,17 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         if not is_fitting(trainer):
             super()._begin_stage(trainer)
             return
-        if self._keeper is None:
-            self._keeper = Keeper(self._job)
+        if self._fd_store is None:
+            self._fd_store = FdStoreClient(self._job)
         number = next_fit_number()
         place = self.global_rank, self.world_size, self.local_rank, self.num_processes
-        commit = KeptCommit(self._keeper, number, *place)
-        mine = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.done)
-        mine = mine if commit.batches >= 0 else replace(mine, fit=0)
-        self._membership = RestartedMembership(
+        commit = MemfdCommit(self._fd_store, number, *place)
+        mine = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.steps_done)
+        mine = mine if commit.batches >= 0 else replace(mine, fit_number=0)
+        self._membership = TorchrunMembership(
             [self.collectives.broadcast(mine, rank) for rank in range(self.world_size)]
         )
-        has_begun = any(member.batches >= 0 for member in self._membership.members)
+        has_begun = any(member.committed_batches >= 0 for member in self._membership.members)
         if not has_begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             rank_zero_info(
                 "No host has a commit of this `fit`, so it starts from the beginning, or from its `ckpt_path`."
@@ -136,7 +136,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         self._make_fit(trainer, number, commit, has_begun=has_begun)
 
     @override
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """A no-op: torchrun assigns one rank to this process for its whole life."""
 
     @override
@@ -146,4 +146,4 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_keeper": None, "_membership": None}
+        return {**super().__getstate__(), "_fd_store": None, "_membership": None}

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from typing_extensions import Self, override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_data, user_modules
-from lightning_strategies_ext.elastic.options import check_is_not_elastic
+from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.worker_process import WorkerStartMethod
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher

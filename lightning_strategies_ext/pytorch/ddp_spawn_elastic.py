@@ -24,12 +24,12 @@ from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.elastic.arguments import (
+    check_commit_interval,
+    check_elastic_compatible,
+)
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member, peers_of
-from lightning_strategies_ext.elastic.options import (
-    check_can_change,
-    check_commit_interval,
-)
 from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error
@@ -123,7 +123,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_can_change(uneven_inputs, self._gradient_sync.averages_models)
+        check_elastic_compatible(uneven_inputs, self._gradient_sync.averages_models)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     @override
@@ -165,13 +165,13 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             rank = self._membership.next_rank(_just_wait)
             if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
                 raise RuntimeError("A worker exited before training began.")
-            self.take_rank()
+            self.apply_rank()
         self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
         if context.is_joining:
             self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Sets the rank of this process according to its membership."""
         self._be_rank(self.membership.rank, len(self.membership.members))
 
@@ -258,24 +258,24 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
     @override
-    def leave_world(self, *, agreed: bool) -> None:
+    def leave_world(self, *, is_coordinated: bool) -> None:
         """Leaves the world.
 
         Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may have exited.
+            is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
         """
         if isinstance(self.model, DistributedDataParallel):
             # A traceback may still refer to this DDP model, whose hooks would exchange the gradients of the next world.
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
-        super().leave_world(agreed=agreed)
+        super().leave_world(is_coordinated=is_coordinated)
         self._features.close()  # after the abort of the groups, because closing a group waits for its operations
 
     @override
-    def fall_silent(self) -> None:
+    def detach(self) -> None:
         """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
-        super().fall_silent()
-        self.membership.leave(agreed=False)
+        super().detach()
+        self.membership.leave(is_coordinated=False)
 
     @override
     def request_interrupt(self) -> None:

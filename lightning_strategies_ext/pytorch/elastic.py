@@ -1,7 +1,7 @@
 """ElasticStrategy: base class of strategies whose ``fit`` may pass through several worlds.
 
 :mod:`lightning_strategies_ext.elastic` implements elastic training. The class precedes the strategy that it makes
-elastic among the base classes, and the subclass implements ``take_rank``, ``enter_world``, ``fall_silent``, and
+elastic among the base classes, and the subclass implements ``apply_rank``, ``enter_world``, ``detach``, and
 ``membership``.
 """
 
@@ -46,7 +46,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         return tuple(name for name in super().cheaper_compressions if name != "localsgd")
 
     @abstractmethod
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Sets the rank of this process according to its membership."""
 
     @abstractmethod
@@ -67,7 +67,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     # --- one world after another ---
 
-    def take_part(self) -> None:
+    def activate_collectives(self) -> None:
         """Makes this rank take part in the collectives of its world from now on."""
         self.membership.has_joined = True
         self._world.local_collectives = None
@@ -104,14 +104,14 @@ class ElasticStrategy(ParallelStrategy, ABC):
             self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
             tracker.follow_added(self.model)
 
-    def leave_world(self, *, agreed: bool) -> None:
+    def leave_world(self, *, is_coordinated: bool) -> None:
         """Leaves the world.
 
         Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may have exited.
+            is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
         """
-        self._world.leave() if agreed else self._world.abandon()
-        self.membership.leave(agreed=agreed)
+        self._world.leave() if is_coordinated else self._world.abandon()
+        self.membership.leave(is_coordinated=is_coordinated)
         elastic_monitor().mark_finished()
 
     def _detect_hangs(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
@@ -122,7 +122,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         where, peers = partial(where_in, trainer), peers_of(self.membership.members)
         elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._hang_timeout_s, where)
 
-    def fall_silent(self) -> None:
+    def detach(self) -> None:
         """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         elastic_monitor().stop_hang_detection()
         self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
@@ -132,7 +132,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Shards the remaining samples of the epoch for a training loader."""
         module = self.lightning_module
         if module is not None and self._fit is not None and module.trainer.training:
-            self._fit.share_out(dataloader)
+            self._fit.shard_loader(dataloader)
         return dataloader
 
     # --- exception, teardown ---
@@ -142,7 +142,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         # The other ranks continue without this rank.
         super()._fail(exception)
         if self._fit is not None:
-            self.fall_silent()
+            self.detach()
 
     @override
     def teardown(self) -> None:

@@ -29,7 +29,7 @@ from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_not_i
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.elastic.options import check_is_not_elastic
+from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
@@ -50,7 +50,7 @@ from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
-from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
+from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
 
 @strategy_parts.refuse_compiled_module(
@@ -123,7 +123,7 @@ class HorovodStrategy(ParallelStrategy):
         self._check_elastic(elastic, commit_every_n_steps)
         check_flag("scale_learning_rate", scale_learning_rate)
         check_flag("broadcast_buffers", broadcast_buffers)
-        check_way(uneven_inputs)
+        check_mode(uneven_inputs)
         if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
             reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
             raise ValueError(

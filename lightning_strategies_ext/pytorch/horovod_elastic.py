@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.elastic.arguments import check_commit_interval
 from lightning_strategies_ext.elastic.fit import ElasticFit
-from lightning_strategies_ext.elastic.options import check_commit_interval
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
@@ -96,7 +96,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     @override
     def _join(self) -> None:
         has_joined = self.membership.has_joined
-        self.take_rank()
+        self.apply_rank()
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         runtime.start(self.cluster_environment.launch, self.root_device)
         self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
@@ -113,7 +113,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     # --- one world after another ---
 
     @override
-    def take_rank(self) -> None:
+    def apply_rank(self) -> None:
         """Sets the rank of this process according to its membership."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
@@ -139,7 +139,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
     @override
-    def fall_silent(self) -> None:
+    def detach(self) -> None:
         """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
-        super().fall_silent()
+        super().detach()
         elastic_driver.leave()

@@ -26,11 +26,11 @@ from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext._system.gpu_sync import device_clock
 from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.checks import check_flag, check_whole_number
-from lightning_strategies_ext.monitoring.advice import Job, advise
-from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged, times_of
+from lightning_strategies_ext.monitoring.advice import JobTraits, advise
+from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged_metrics, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
 from lightning_strategies_ext.monitoring.records import Window
-from lightning_strategies_ext.monitoring.session import Session
+from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
@@ -112,7 +112,7 @@ class CommunicationMonitor(Callback):
         self.times: list[RankTimes] = []
         self.advice: str | None = None
         self.files: list[Path] = []
-        self._session: Session | None = None
+        self._session: StepRecorder | None = None
         self._undo: list[Callable[[], None]] | None = None
         self._history: list[list[RankTimes]] = []
         self._recent: list[Window] = []
@@ -155,21 +155,21 @@ class CommunicationMonitor(Callback):
         self.times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
         strategy, model = trainer.strategy, trainer.strategy.model
-        timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
+        exchange_timer = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        session = Session(
+        session = StepRecorder(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
             trainer_logging.step_of_loggers(trainer),
             lambda is_on: trainer_stages.call_hooks(self, _STEP_HOOKS, is_on),
-            timekeeper,
-            _counter_of(strategy, timekeeper),
+            exchange_timer,
+            _counter_of(strategy, exchange_timer),
             _mailbox_of(trainer),
             lambda windows: self._hear(trainer, windows),
             self._give_up,
             device_clock(strategy.root_device),
         )
         self._session = session
-        self._undo = [trainer_stages.before_fetch(trainer, session.fetch_begins)]
+        self._undo = [trainer_stages.before_fetch(trainer, session.on_fetch_start)]
         if isinstance(strategy, ParallelStrategy):
             strategy.observe_exchanges(session)
             self._undo.append(lambda: strategy.observe_exchanges(None))
@@ -182,13 +182,13 @@ class CommunicationMonitor(Callback):
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Excludes the time between two epochs from the measurement."""
         if self._session is not None:
-            self._session.pauses()
+            self._session.pause()
 
     @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Excludes the time of a validation from the measurement."""
         if self._session is not None:
-            self._session.pauses()
+            self._session.pause()
 
     # --- in measured steps ---
 
@@ -196,31 +196,31 @@ class CommunicationMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Records the start of a batch."""
         if self._session is not None:
-            self._session.batch_begins()
+            self._session.on_batch_start()
 
     @override
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Records the start of a backward pass."""
         if self._session is not None:
-            self._session.backward_begins()
+            self._session.on_backward_start()
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Records the end of a backward pass."""
         if self._session is not None:
-            self._session.backward_ends()
+            self._session.on_backward_end()
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Records that an optimizer step follows this batch."""
         if self._session is not None:
-            self._session.optimizer_steps()
+            self._session.on_optimizer_step()
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the end of a batch, and the times of DDP's exchange."""
         if self._session is not None:
-            self._guarded(self._session.batch_ends)
+            self._guarded(self._session.on_batch_end)
 
     # --- end of training ---
 
@@ -285,7 +285,7 @@ class CommunicationMonitor(Callback):
         self._recent = windows
         self._shown = f"{exposed_share(times):.0%}"
         if trainer.loggers:
-            values, step = logged(times), max(0, trainer_logging.step_of_loggers(trainer) - 1)
+            values, step = logged_metrics(times), max(0, trainer_logging.step_of_loggers(trainer) - 1)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 
@@ -326,10 +326,10 @@ class CommunicationMonitor(Callback):
         self.files = [trace]
         if not draws:
             return
-        from lightning_strategies_ext.monitoring.picture import draw
+        from lightning_strategies_ext.monitoring.plot import plot_timeline
 
         try:
-            draw(spans, directory / "timeline.png")
+            plot_timeline(spans, directory / "timeline.png")
         except ImportError:
             rank_zero_info(
                 "CommunicationMonitor draws no plot, because matplotlib is not installed. Run `pip install"
@@ -339,7 +339,7 @@ class CommunicationMonitor(Callback):
             self.files.append(directory / "timeline.png")
 
 
-def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], int] | None:
+def _counter_of(strategy: Any, exchange_timer: DDPTimes | None) -> Callable[[int], int] | None:
     """Returns a function that counts the bytes of the last steps; None if the session is notified of each exchange."""
     if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
         last = strategy.num_bytes_exchanged
@@ -350,9 +350,9 @@ def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], i
             return last - before
 
         return since_last
-    if timekeeper is None:
+    if exchange_timer is None:
         return None
-    return lambda num_steps: num_steps * timekeeper.num_bytes
+    return lambda num_steps: num_steps * exchange_timer.num_bytes
 
 
 def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
@@ -366,11 +366,11 @@ def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
     return None if store is None else Mailbox(store, trainer.global_rank, trainer.world_size)
 
 
-def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> Job:
+def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> JobTraits:
     strategy = trainer.strategy
     is_ours = isinstance(strategy, ParallelStrategy)
     model = strategy.model
-    return Job(
+    return JobTraits(
         compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
         num_buckets=DDPTimes(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
         num_hosts=len({window.host for window in windows}),

@@ -53,7 +53,7 @@ from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
-from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl
+from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsController
 
 T = TypeVar("T")
 
@@ -279,7 +279,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             ValueError: If ``reduce_op`` is unknown.
         """
         inputs = self._world.uneven_inputs
-        if inputs is not None and self._world.local_collectives is None and inputs.does_reduce(tensor, group):
+        if inputs is not None and self._world.local_collectives is None and inputs.handles_reduce(tensor, group):
             return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
         return self._answering.reduce(tensor, group, reduce_op)
 
@@ -494,7 +494,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         world = self._world
         if world.size > 1:
             ranks = world.rank, world.size
-            world.uneven_inputs = UnevenInputsControl(
+            world.uneven_inputs = UnevenInputsController(
                 way, trainer, world.collectives, world.gradient_exchange, *ranks, device
             )
 

@@ -32,7 +32,7 @@ _CHANGEABLE = CONTAINERS - {tuple}
 MAX_OPEN_LENGTH = 64
 
 
-class LostError(Exception):
+class UnmergeableError(Exception):
     """Raised if changes of replicas cannot be merged. The message names the changed object."""
 
 
@@ -58,41 +58,43 @@ def copy_for_replica(value: Any, context: ReplicaContext) -> Any:
     return result
 
 
-def take_over(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
+def merge_containers(
+    original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device
+) -> None:
     """Merges the changes of replicas into a container of the module.
 
     Args:
-        ours: Container of the module.
-        theirs: Copies of the replicas, in order.
-        place: Path of the container in messages, such as ``self.outputs``.
+        original: Container of the module.
+        copies: Copies of the replicas, in order.
+        path: Path of the container in messages, such as ``self.outputs``.
         sizes: Number of samples of each replica.
         device: Device of tensors in the result.
 
     Raises:
-        LostError: If the result would differ from the result of one step with the whole batch.
+        UnmergeableError: If the result would differ from the result of one step with the whole batch.
     """
-    if isinstance(ours, tuple):
-        _take_over_entries(ours, theirs, place, sizes, device)
-    elif isinstance(ours, list):
-        length = len(ours)
-        if any(not _starts_with(values, ours) for values in theirs):
-            raise LostError(f"the list `{place}`, to which a step may only append,")
-        _take_over_entries(ours, theirs, place, sizes, device)
-        for values in theirs:
-            ours.extend(move_data_to_device(value, device) for value in values[length:])
-    elif isinstance(ours, dict):
-        if not all(_is_equal(values, ours) for values in theirs):
-            _take_over_entries(ours, theirs, place, sizes, device)
-            _take_over_keys(ours, theirs, place, sizes, device)
-    elif all(_is_equal(values, ours) for values in theirs):
+    if isinstance(original, tuple):
+        _merge_entries(original, copies, path, sizes, device)
+    elif isinstance(original, list):
+        length = len(original)
+        if any(not _starts_with(values, original) for values in copies):
+            raise UnmergeableError(f"the list `{path}`, to which a step may only append,")
+        _merge_entries(original, copies, path, sizes, device)
+        for values in copies:
+            original.extend(move_data_to_device(value, device) for value in values[length:])
+    elif isinstance(original, dict):
+        if not all(_is_equal(values, original) for values in copies):
+            _merge_entries(original, copies, path, sizes, device)
+            _merge_keys(original, copies, path, sizes, device)
+    elif all(_is_equal(values, original) for values in copies):
         return
-    elif isinstance(ours, set) and all(values >= ours for values in theirs):
-        ours.update(*theirs)
-    elif all(_is_equal(values, theirs[0]) for values in theirs):
-        ours.clear()
-        (ours.update if isinstance(ours, set) else ours.extend)(theirs[0])
+    elif isinstance(original, set) and all(values >= original for values in copies):
+        original.update(*copies)
+    elif all(_is_equal(values, copies[0]) for values in copies):
+        original.clear()
+        (original.update if isinstance(original, set) else original.extend)(copies[0])
     else:
-        raise LostError(f"`{place}`")
+        raise UnmergeableError(f"`{path}`")
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -114,54 +116,56 @@ def is_same(one: Any, other: Any) -> bool:
     return isinstance(one, (bool, int, float, str, bytes, Enum, np.generic, torch.device, torch.dtype)) and one == other
 
 
-def warn_of_counted_samples(place: str, before: Any, after: Any, sizes: Sequence[int]) -> None:
+def warn_if_counts_samples(path: str, before: Any, after: Any, sizes: Sequence[int]) -> None:
     """Warns if a number that all replicas have set to the same value looks like a count of their samples."""
     if type(after) is not int or len(set(sizes)) > 1 or len(sizes) < 2 or sizes[0] < 2:
         return
     counted = after - before if type(before) is int else after
     if counted > 0 and counted % sizes[0] == 0:
         rank_zero_warn(
-            f"`{place}` has grown by {counted} in each of {len(sizes)} replicas, which have {sizes[0]} samples each."
+            f"`{path}` has grown by {counted} in each of {len(sizes)} replicas, which have {sizes[0]} samples each."
             " An attribute that all replicas set to the same value is set once: if it counts samples, it counts the"
             " samples of only one replica. Count in `on_train_batch_end` or a similar hook, which receives the whole"
             " batch."
         )
 
 
-def _take_over_entries(
-    ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device
-) -> None:
+def _merge_entries(original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device) -> None:
     """Merges the containers inside a container."""
-    for key, entry in list(entries_of(ours)):
-        others = [_get(values, key) for values in theirs]
+    for key, entry in list(entries_of(original)):
+        others = [_get(values, key) for values in copies]
         if type(entry) in _CHANGEABLE and all(type(other) is type(entry) for other in others):
-            take_over(entry, others, f"{place}[{key!r}]", sizes, device)
+            merge_containers(entry, others, f"{path}[{key!r}]", sizes, device)
 
 
-def _take_over_keys(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
+def _merge_keys(original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device) -> None:
     """Merges the other changes in a dict."""
-    if isinstance(ours, defaultdict) and ours.default_factory is list:  # replicas may have appended to new lists
-        for key in dict.fromkeys(key for values in theirs for key in values if key not in ours):
-            ours[key] = []
-            take_over(ours[key], [values.get(key, []) for values in theirs], f"{place}[{key!r}]", sizes, device)
-    opened = {key for key, entry in entries_of(ours) if type(entry) in _CHANGEABLE}
+    if (
+        isinstance(original, defaultdict) and original.default_factory is list
+    ):  # replicas may have appended to new lists
+        for key in dict.fromkeys(key for values in copies for key in values if key not in original):
+            original[key] = []
+            merge_containers(
+                original[key], [values.get(key, []) for values in copies], f"{path}[{key!r}]", sizes, device
+            )
+    opened = {key for key, entry in entries_of(original) if type(entry) in _CHANGEABLE}
     changes = []
-    for values in theirs:
-        keys = [key for key in {**ours, **values} if key not in opened or key not in values]
+    for values in copies:
+        keys = [key for key in {**original, **values} if key not in opened or key not in values]
         changed = {key: values.get(key, MISSING) for key in keys}
-        changes.append({key: new for key, new in changed.items() if not _is_unchanged(ours.get(key, MISSING), new)})
+        changes.append({key: new for key, new in changed.items() if not _is_unchanged(original.get(key, MISSING), new)})
     is_alike = all(is_same(changed, changes[0]) for changed in changes)
     [(key, times)] = Counter(chain.from_iterable(changes)).most_common(1) or [(None, 0)]
     if times > 1 and not is_alike:
-        raise LostError(f"`{place}[{key!r}]`")
+        raise UnmergeableError(f"`{path}[{key!r}]`")
     for changed in changes[:1] if is_alike else changes:
         for key, new in changed.items():
             if is_alike:
-                warn_of_counted_samples(f"{place}[{key!r}]", ours.get(key), new, sizes)
+                warn_if_counts_samples(f"{path}[{key!r}]", original.get(key), new, sizes)
             if new is MISSING:
-                ours.pop(key, None)
+                original.pop(key, None)
             else:
-                ours[key] = move_data_to_device(new, device)
+                original[key] = move_data_to_device(new, device)
 
 
 def _get(values: Any, key: Any) -> Any:

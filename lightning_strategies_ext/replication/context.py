@@ -1,7 +1,7 @@
 """Context of a replica during a step: its index, its device, and the actions that run once for the whole batch.
 
-A replica either waits for the result of an action (:meth:`ReplicaContext.meet`), or defers the action
-(:meth:`ReplicaContext.note`). Deferring does not wait, and not all replicas need to do it.
+A replica either waits for the result of an action (:meth:`ReplicaContext.run_once`), or defers the action
+(:meth:`ReplicaContext.defer`). Deferring does not wait, and not all replicas need to do it.
 """
 
 from collections import Counter
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from lightning_strategies_ext.replication.given_numbers import GivenNumbers
-from lightning_strategies_ext.replication.lockstep import Lockstep, Seat
+from lightning_strategies_ext.replication.lockstep import Lockstep, Participant
+from lightning_strategies_ext.replication.number_scopes import NumberScopes
 
 #: An action for the whole batch; its arguments are the payload and the number of samples of each replica.
-Act = Callable[[list[Any], list[int]], Any]
+OnceAction = Callable[[list[Any], list[int]], Any]
 
 
 @dataclass
-class Note:
+class DeferredAction:
     """An action that one replica has deferred."""
 
     key: Hashable
-    act: Act
+    act: OnceAction
     payload: Any
     num_samples: int
 
@@ -35,27 +35,27 @@ class ReplicaContext:
 
     Attributes:
         step: Step of all replicas.
-        seat: Participant of the lockstep that runs this replica.
+        participant: Participant of the lockstep that runs this replica.
         device: Device of this replica.
         num_samples: Number of samples in this replica's part of the batch.
-        notes: Actions that this replica has deferred.
+        deferred: Actions that this replica has deferred.
         calls: Number of this replica's calls of each metric, by the metric's id.
     """
 
-    step: "Step"
-    seat: Seat
+    step: "ReplicaStep"
+    participant: Participant
     device: torch.device
     num_samples: int
-    notes: list[Note] = field(default_factory=list)
+    deferred: list[DeferredAction] = field(default_factory=list)
     calls: Counter[int] = field(default_factory=Counter)
 
     @property
     def index(self) -> int:
         """Index of this replica, from 0."""
-        return self.seat.index
+        return self.participant.index
 
-    def meet(
-        self, name: str, act: Act, payload: Any = None, of_part: bool = False, touches_weights: bool = True
+    def run_once(
+        self, name: str, act: OnceAction, payload: Any = None, returns_rows: bool = False, touches_weights: bool = True
     ) -> Any:
         """Waits for the other replicas, runs ``act`` once on the main thread, and returns its result on this device.
 
@@ -63,16 +63,18 @@ class ReplicaContext:
             name: Name of the action in messages, equal in all replicas.
             act: Action to run once.
             payload: Argument of this replica for ``act``.
-            of_part: Whether ``act`` returns a tensor with a row per sample, of which this replica receives only the
-                rows of its samples.
+            returns_rows: Whether ``act`` returns a tensor with a row per sample, of which this replica receives only
+                the rows of its samples.
             touches_weights: Whether ``act`` may change parameters or their ``requires_grad``.
         """
-        result = self.seat.meet(name, lambda payloads: self.step.carry_out(act, payloads, touches_weights), payload)
-        if of_part:
+        result = self.participant.run_once(
+            name, lambda payloads: self.step.run_action(act, payloads, touches_weights), payload
+        )
+        if returns_rows:
             result = result.narrow(0, sum(self.step.sizes[: self.index]), self.num_samples)
         return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
 
-    def note(self, key: Hashable, act: Act, payload: Any) -> None:
+    def defer(self, key: Hashable, act: OnceAction, payload: Any) -> None:
         """Defers ``act``: it runs once with the payloads of all replicas that used this key, before the next action.
 
         If a replica uses a key several times, ``act`` runs as often. After the step, for example in a hook of the
@@ -86,18 +88,18 @@ class ReplicaContext:
         if self.step.is_over:
             act([payload], [self.num_samples])
         else:
-            self.notes.append(Note(key, act, payload, self.num_samples))
+            self.deferred.append(DeferredAction(key, act, payload, self.num_samples))
 
 
 @dataclass
-class Step:
+class ReplicaStep:
     """One step of a module's replicas.
 
     Attributes:
         lockstep: Lockstep that runs the replicas.
         root_device: Device of the module, on which actions for the whole batch run.
         sizes: Number of samples of each replica.
-        numbers: Statistics of the numbers passed in earlier steps.
+        number_scopes: Statistics of the numbers passed in earlier steps.
         check: Raises if replicas have written to shared tensors.
         refresh: Updates the replicas after a change of the module's parameters.
         contexts: Contexts of the replicas.
@@ -108,16 +110,16 @@ class Step:
     lockstep: Lockstep
     root_device: torch.device
     sizes: list[int]
-    numbers: GivenNumbers
+    number_scopes: NumberScopes
     check: Callable[[], None]
     refresh: Callable[[], None]
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
     other_counts: list[float] | None = None
 
-    def carry_out(self, act: Act, payloads: list[Any], touches_weights: bool) -> Any:
+    def run_action(self, act: OnceAction, payloads: list[Any], touches_weights: bool) -> Any:
         """Runs an action that replicas wait for, after their deferred actions."""
-        self.settle_notes()
+        self.run_deferred()
         if not touches_weights:
             return act(payloads, self.sizes)
         self.check()
@@ -126,29 +128,31 @@ class Step:
         finally:
             self.refresh()
 
-    def settle_notes(self) -> None:
+    def run_deferred(self) -> None:
         """Runs the deferred actions, in the order of the first replica that deferred each."""
-        matched: dict[tuple[Hashable, int], list[Note]] = {}
+        matched: dict[tuple[Hashable, int], list[DeferredAction]] = {}
         for context in self.contexts:
             seen: Counter[Hashable] = Counter()
-            notes, context.notes = context.notes, []
-            for note in notes:
-                matched.setdefault((note.key, seen[note.key]), []).append(note)
-                seen[note.key] += 1
+            deferred, context.deferred = context.deferred, []
+            for action in deferred:
+                matched.setdefault((action.key, seen[action.key]), []).append(action)
+                seen[action.key] += 1
         for same in matched.values():
-            same[0].act([note.payload for note in same], [note.num_samples for note in same])
+            same[0].act([each.payload for each in same], [each.num_samples for each in same])
 
-    def are_of_batch(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
-        """Returns whether weights belong to the whole batch, see :meth:`.GivenNumbers.are_of_batch`."""
-        return not self.is_over and self.numbers.are_of_batch(key, name, weights, sizes, self.sizes)
+    def are_batch_weights(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
+        """Returns whether weights belong to the whole batch, see :meth:`.NumberScopes.are_batch_weights`."""
+        return not self.is_over and self.number_scopes.are_batch_weights(key, name, weights, sizes, self.sizes)
 
     def warn_if_added_repeatedly(self, key: Hashable, name: str, values: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Warns if replicas sum equal values, see :meth:`.GivenNumbers.warn_if_added_repeatedly`."""
-        if self.is_over or self.numbers.is_settled(key):  # avoids a synchronization with GPUs
+        """Warns if replicas sum equal values, see :meth:`.NumberScopes.warn_if_added_repeatedly`."""
+        if self.is_over or self.number_scopes.is_settled(key):  # avoids a synchronization with GPUs
             return
         if all(isinstance(value, (int, float)) or _is_one_element(value) for value in values):
             are_computed = any(isinstance(value, torch.Tensor) for value in values)
-            self.numbers.warn_if_added_repeatedly(key, name, [float(value) for value in values], sizes, are_computed)
+            self.number_scopes.warn_if_added_repeatedly(
+                key, name, [float(value) for value in values], sizes, are_computed
+            )
 
     def warn_of_loss(self, denominators: Sequence[Any]) -> None:
         """Warns if a loss of unknown denominator may be a mean over ``other_counts``.
@@ -157,18 +161,18 @@ class Step:
             denominators: Result of :func:`.denominator_of` for each loss.
         """
         if self.other_counts is not None and any(denominator is None for denominator in denominators):
-            self.numbers.warn_of_loss(self.other_counts, self.sizes)
+            self.number_scopes.warn_of_loss(self.other_counts, self.sizes)
 
     def end(self) -> None:
         """Runs the remaining deferred actions, after all replicas have returned."""
         self.check()
-        self.settle_notes()
+        self.run_deferred()
         self.is_over = True
 
-    def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_nested(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs a function on each replica's thread, from within an action that the replicas wait for."""
         self.refresh()
-        results = self.lockstep.run_inside(functions)
+        results = self.lockstep.run_nested(functions)
         self.check()
         return results
 

@@ -13,7 +13,7 @@ from lightning_strategies_ext.replication.gathering import denominator_of, value
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 
-def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
+def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
     """Replaces the methods of a replica that affect shared state.
 
     Args:
@@ -26,7 +26,7 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
     def once(name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             unwrapped = tuple(map(_unwrapped, args)), {key: _unwrapped(value) for key, value in kwargs.items()}
-            return context.meet(f"self.{name}", act, unwrapped)
+            return context.run_once(f"self.{name}", act, unwrapped)
 
         def act(payloads: list[Any], sizes: list[int]) -> Any:
             args, kwargs = payloads[0]
@@ -41,15 +41,15 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
                 context.step.warn_of_loss(denominators)
             original.manual_backward(value_of_batch(losses, denominators, sizes, root_device), *args, **kwargs)
 
-        context.meet("self.manual_backward", act, loss)
+        context.run_once("self.manual_backward", act, loss)
 
     def optimizers(use_pl_optimizer: bool = True) -> Any:
-        return stand_ins(original.optimizers(use_pl_optimizer), ReplicaOptimizer, "optimizer")
+        return proxies(original.optimizers(use_pl_optimizer), ReplicaOptimizer, "optimizer")
 
     def lr_schedulers() -> Any:
-        return stand_ins(original.lr_schedulers(), ReplicaScheduler, "scheduler")
+        return proxies(original.lr_schedulers(), ReplicaScheduler, "scheduler")
 
-    def stand_ins(shared: Any, kind: type[_StandIn], name: str) -> Any:
+    def proxies(shared: Any, kind: type[_SharedProxy], name: str) -> Any:
         if isinstance(shared, (list, tuple)):
             return [kind(one, f"{name} {number}", context) for number, one in enumerate(shared)]
         return None if shared is None else kind(shared, f"{name} 0", context)
@@ -69,13 +69,13 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
             weights = [size if given is None else given for (_, _, given), size in zip(payloads, sizes, strict=True)]
             total = sum(weights)
             how, call, step = _name_of(reduce_fx), f"`self.log({name!r}, ...)`", context.step
-            place = (id(original), name)
+            site = (id(original), name)
             if how == "sum":
-                step.warn_if_added_repeatedly(place, call, values, sizes)
+                step.warn_if_added_repeatedly(site, call, values, sizes)
             elif how == "mean" and batch_size is not None:
                 counts = [float(weight) for weight in weights]
-                if step.are_of_batch(place, call, counts, sizes):
-                    weights, total = sizes, weights[0] * step.numbers.num_replicas
+                if step.are_batch_weights(site, call, counts, sizes):
+                    weights, total = sizes, weights[0] * step.number_scopes.num_replicas
                 elif any(count * sizes[0] != counts[0] * size for count, size in zip(counts, sizes, strict=True)):
                     step.other_counts = counts
             original.log(
@@ -89,7 +89,7 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
             )
 
         payload = value if enable_graph else _detached(value), denominator_of(value), batch_size
-        context.note((id(original), "log", name), act, payload)
+        context.defer((id(original), "log", name), act, payload)
 
     def print_once(*args: Any, **kwargs: Any) -> None:
         if context.index == 0:
@@ -152,7 +152,7 @@ def reduced(
     return value_of_batch(tensors, denominators, weights, device)
 
 
-class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
+class _SharedProxy(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Proxy in a replica of an object that all replicas share.
 
     Args:
@@ -167,7 +167,7 @@ class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_context = context
 
 
-class ReplicaOptimizer(_StandIn):
+class ReplicaOptimizer(_SharedProxy):
     """Proxy of an optimizer in a replica, which steps and zeroes gradients once for all replicas."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -179,26 +179,26 @@ class ReplicaOptimizer(_StandIn):
                 return optimizer.step(**kwargs)
 
             def closure_of_all() -> Any:
-                values = context.step.run_inside(closures)
+                values = context.step.run_nested(closures)
                 denominators = list(map(denominator_of, values))
                 root_device = context.step.root_device
                 return None if values[0] is None else value_of_batch(values, denominators, sizes, root_device)
 
             return optimizer.step(closure=closure_of_all, **kwargs)
 
-        return context.meet(f"the step of {self._self_name}", act, closure)
+        return context.run_once(f"the step of {self._self_name}", act, closure)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zeroes the gradients once, after all replicas have called it."""
         optimizer = self.__wrapped__
-        self._self_context.meet(
+        self._self_context.run_once(
             f"zeroing gradients of {self._self_name}", lambda payloads, sizes: optimizer.zero_grad(*args, **kwargs)
         )
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
         """Restricts gradients to the parameters of this optimizer inside the context."""
-        meet, optimizer = self._self_context.meet, self.__wrapped__
+        run_once, optimizer = self._self_context.run_once, self.__wrapped__
         entered: list[Any] = []
 
         def enter(payloads: list[Any], sizes: list[int]) -> Any:
@@ -206,12 +206,12 @@ class ReplicaOptimizer(_StandIn):
             context.__enter__()
             return context
 
-        entered.append(meet(f"toggling {self._self_name}", enter))
+        entered.append(run_once(f"toggling {self._self_name}", enter))
         yield
-        meet(f"untoggling {self._self_name}", lambda payloads, sizes: entered[0].__exit__(None, None, None))
+        run_once(f"untoggling {self._self_name}", lambda payloads, sizes: entered[0].__exit__(None, None, None))
 
 
-class ReplicaScheduler(_StandIn):
+class ReplicaScheduler(_SharedProxy):
     """Proxy of a learning rate scheduler in a replica, which steps once for all replicas."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ class ReplicaScheduler(_StandIn):
             named = {key: common([kwargs[key] for _, kwargs in payloads]) for key in kwargs}
             return scheduler.step(*positional, **named)
 
-        return context.meet(f"the step of {self._self_name}", act, (args, kwargs))
+        return context.run_once(f"the step of {self._self_name}", act, (args, kwargs))
 
 
 def _unwrapped(value: Any) -> Any:

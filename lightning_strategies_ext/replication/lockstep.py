@@ -1,8 +1,8 @@
 """Runs functions in lockstep. The functions synchronize for actions that run once, on the caller's thread.
 
-A function synchronizes with the other functions in :meth:`Seat.meet`. After all functions have called it with the same
-request, the caller's thread runs the action with the payloads of all functions, and all functions receive the result.
-This resembles a collective of processes, but different requests raise an error instead of a deadlock.
+A function synchronizes with the other functions in :meth:`Participant.run_once`. After all functions have called it
+with the same request, the caller's thread runs the action with the payloads of all functions, and all functions receive
+the result. This resembles a collective of processes, but different requests raise an error instead of a deadlock.
 
 The first function runs on the caller's thread, the others run on their own threads, sequentially or concurrently. In
 sequential mode, each function runs until it synchronizes or returns, and then the next function runs. The order of
@@ -25,7 +25,7 @@ _END_S = 1.0
 
 
 @dataclass
-class Call:
+class RunFunction:
     """Message to a thread: a function to run."""
 
     function: Callable[[], Any]
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass
 class Returned:
-    """Message from a thread: its function returned. Message to a thread that waits in :meth:`Seat.meet`: the result."""
+    """Message from a thread: its function returned. Message to a thread in :meth:`Participant.run_once`: the result."""
 
     value: Any
 
@@ -46,7 +46,7 @@ class Raised:
 
 
 @dataclass
-class Request:
+class OnceRequest:
     """Message from a thread: its function waits for an action.
 
     Attributes:
@@ -60,7 +60,7 @@ class Request:
     payload: Any
 
 
-class Close:
+class StopThread:
     """Message to a thread: exit."""
 
 
@@ -68,7 +68,7 @@ class AbortedError(BaseException):
     """Unwinds a function after another has failed. Not an ``Exception``, so that user code does not catch it."""
 
 
-class Seat:
+class Participant:
     """Participant in a lockstep: the thread and the state of one function.
 
     Args:
@@ -79,13 +79,13 @@ class Seat:
     def __init__(self, lockstep: "Lockstep", index: int) -> None:
         self.index = index
         self.is_running = False
-        self.is_meeting = False
+        self.is_waiting = False
         self._lockstep = lockstep
         self._thread_id: int | None = None
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._outbox: SimpleQueue[Any] = SimpleQueue()
 
-    def meet(self, name: str, act: Callable[[list[Any]], Any], payload: Any = None) -> Any:
+    def run_once(self, name: str, act: Callable[[list[Any]], Any], payload: Any = None) -> Any:
         """Waits for the other functions, and returns the result of ``act``. The function calls it, on its thread.
 
         Args:
@@ -98,22 +98,22 @@ class Seat:
             Exception: If ``act`` raised it.
         """
         if self._lockstep.is_run_by_caller(self.index):
-            return self._lockstep.lead(Request(name, act, payload), self.index)
+            return self._lockstep.coordinate(OnceRequest(name, act, payload), self.index)
         if threading.get_ident() != self._thread_id:
             raise RuntimeError(
                 f"{name} was requested by a replica outside of its step, as in the recomputation of a checkpointed"
                 " activation or in a hook that runs in the backward pass. Replicas can synchronize only within their"
                 " step. Exclude it from checkpointing and from such hooks, or use `strategy='ddp_ext'`."
             )
-        self.is_meeting = True
+        self.is_waiting = True
         try:
-            self._report(Request(name, act, payload))
-            while isinstance(message := self._inbox.get(), Call):
+            self._report(OnceRequest(name, act, payload))
+            while isinstance(message := self._inbox.get(), RunFunction):
                 outcome = _outcome(message.function)
-                self.is_meeting = True  # again: the function may have synchronized, too
+                self.is_waiting = True  # again: the function may have synchronized, too
                 self._report(outcome)
         finally:
-            self.is_meeting = False
+            self.is_waiting = False
         if isinstance(message, Raised):
             raise message.exception
         return message.value
@@ -128,9 +128,9 @@ class Seat:
         return self._outbox.get(timeout=timeout_s)
 
     def serve(self) -> None:
-        """Runs functions until it receives :class:`Close`. Main function of the thread."""
+        """Runs functions until it receives :class:`StopThread`. Main function of the thread."""
         self._thread_id = threading.get_ident()
-        while isinstance(message := self._inbox.get(), Call):
+        while isinstance(message := self._inbox.get(), RunFunction):
             outcome = _outcome(message.function)
             del message  # the function may reference a whole model
             self._report(outcome)
@@ -142,7 +142,7 @@ class Seat:
 
 
 @dataclass
-class Round:
+class LockstepRound:
     """State of functions that run together.
 
     Attributes:
@@ -151,7 +151,7 @@ class Round:
         has_synchronized: Whether the functions have synchronized.
         is_acting: Whether an action is running.
         inline: Index of the function that the caller's thread runs.
-        unheard: Indices of the functions whose threads run.
+        running: Indices of the functions whose threads run.
         waiting: Indices of the functions that wait for an action.
     """
 
@@ -160,7 +160,7 @@ class Round:
     has_synchronized: bool = False
     is_acting: bool = False
     inline: int = 0
-    unheard: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
 
 
@@ -168,15 +168,15 @@ class Lockstep:
     """Runs functions in lockstep. Its threads live until :meth:`close`.
 
     Args:
-        num_seats: Maximum number of functions.
-        take_turns: Whether functions run sequentially.
+        num_participants: Maximum number of functions.
+        is_sequential: Whether functions run sequentially.
     """
 
-    def __init__(self, num_seats: int, take_turns: bool) -> None:
-        self.seats = [Seat(self, index) for index in range(num_seats)]
-        self.take_turns = take_turns
+    def __init__(self, num_participants: int, is_sequential: bool) -> None:
+        self.participants = [Participant(self, index) for index in range(num_participants)]
+        self.is_sequential = is_sequential
         self._threads: list[threading.Thread] = []
-        self._rounds: list[Round] = []  # the innermost last
+        self._rounds: list[LockstepRound] = []  # the innermost last
         self._caller_id: int | None = None
         self._failure: BaseException | None = None
 
@@ -184,7 +184,7 @@ class Lockstep:
         """Runs functions in lockstep, and returns their results.
 
         Args:
-            functions: Functions, at most one per seat.
+            functions: Functions, at most one per participant.
 
         Raises:
             RuntimeError: If the functions request different actions.
@@ -205,7 +205,7 @@ class Lockstep:
             self._failure = self._caller_id = None
             self._rounds.clear()
 
-    def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run_nested(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs functions in lockstep from within an action, each on the thread that waits for the action."""
         return self._run(functions)
 
@@ -215,13 +215,13 @@ class Lockstep:
             return False
         return not self._rounds[-1].is_acting and self._rounds[-1].inline == index
 
-    def lead(self, request: Request, index: int) -> Any:
+    def coordinate(self, request: OnceRequest, index: int) -> Any:
         """Runs the action that a function on the caller's thread requests, after the others have requested it."""
         current = self._rounds[-1]
         if index > 0:  # the first has returned already
             self._fail(_divergence([Returned(None), *[None] * (index - 1), request]))
-        events = [request, *self._hear_others(current)]
-        if not all(isinstance(event, Request) and event.name == request.name for event in events):
+        events = [request, *self._collect_events(current)]
+        if not all(isinstance(event, OnceRequest) and event.name == request.name for event in events):
             self._fail(_divergence(events))
         current.has_synchronized = current.is_acting = True
         try:
@@ -230,7 +230,7 @@ class Lockstep:
             answer = Raised(exception)
         finally:
             current.is_acting = False
-        self._tell_others(current, [answer] * (current.num_functions - 1))
+        self._resume_others(current, [answer] * (current.num_functions - 1))
         if isinstance(answer, Raised):
             raise answer.exception
         return answer.value
@@ -238,21 +238,21 @@ class Lockstep:
     def close(self) -> None:
         """Ends the threads. A second call is a no-op."""
         threads, self._threads = self._threads, []
-        for seat in self.seats[1:] if threads else ():
-            seat.resume(Close())
+        for participant in self.participants[1:] if threads else ():
+            participant.resume(StopThread())
         for thread in threads:
             if thread is not threading.current_thread():  # the garbage collector may run this on any thread
                 thread.join(_END_S)
 
     def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        current = Round(len(functions))
+        current = LockstepRound(len(functions))
         self._rounds.append(current)
         try:
-            self._tell_others(current, [Call(function) for function in functions[1:]])
+            self._resume_others(current, [RunFunction(function) for function in functions[1:]])
             values = [self._run_here(current, 0, functions[0])]
-            if self.take_turns and len(self._rounds) == 1 and not current.has_synchronized:
+            if self.is_sequential and len(self._rounds) == 1 and not current.has_synchronized:
                 return values + [self._run_here(current, i, functions[i]) for i in range(1, len(functions))]
-            events = [Returned(values[0]), *self._hear_others(current)]
+            events = [Returned(values[0]), *self._collect_events(current)]
             if not all(isinstance(event, Returned) for event in events):
                 self._fail(_divergence(events))
             return [event.value for event in events]
@@ -262,64 +262,64 @@ class Lockstep:
         finally:
             self._rounds.pop()
 
-    def _run_here(self, current: Round, index: int, function: Callable[[], Any]) -> Any:
+    def _run_here(self, current: LockstepRound, index: int, function: Callable[[], Any]) -> Any:
         current.inline = index
         try:
             return function()
         except AbortedError:
             raise
         except BaseException as exception:
-            _note(exception, index, current.num_functions)
+            _add_replica_note(exception, index, current.num_functions)
             raise
 
-    def _tell_others(self, current: Round, messages: list[Any]) -> None:
+    def _resume_others(self, current: LockstepRound, messages: list[Any]) -> None:
         """Sets the next messages of the threads. Sends them immediately, unless functions run sequentially."""
         current.next_messages = messages
-        if not self.take_turns:
+        if not self.is_sequential:
             self._start_threads()
             for index in range(1, current.num_functions):
                 self._resume(current, index)
 
-    def _hear_others(self, current: Round) -> list[Any]:
+    def _collect_events(self, current: LockstepRound) -> list[Any]:
         """Returns the next event of each thread: a return or a request. Aborts all functions if one has failed."""
         events: list[Any] = []
         self._start_threads()
         for index in range(1, current.num_functions):
-            if index not in current.unheard:
+            if index not in current.running:
                 self._resume(current, index)
-            event = self._hear(current, index)
+            event = self._next_event(current, index)
             if isinstance(event, Raised):
-                _note(event.exception, index, current.num_functions)
+                _add_replica_note(event.exception, index, current.num_functions)
                 self._fail(event.exception)
             events.append(event)
         return events
 
-    def _unwind_others(self, current: Round) -> None:
+    def _unwind_others(self, current: LockstepRound) -> None:
         """Unwinds the functions of the threads in a round that the caller's thread has left with an exception."""
-        for index in sorted(current.unheard):
-            self._hear(current, index)
+        for index in sorted(current.running):
+            self._next_event(current, index)
         for index in sorted(current.waiting):
             while index in current.waiting:
                 self._resume(current, index, Raised(AbortedError()))
-                self._hear(current, index)
+                self._next_event(current, index)
 
-    def _resume(self, current: Round, index: int, message: Any = None) -> None:
-        current.unheard.add(index)
+    def _resume(self, current: LockstepRound, index: int, message: Any = None) -> None:
+        current.running.add(index)
         current.waiting.discard(index)
-        self.seats[index].resume(message or current.next_messages[index - 1])
+        self.participants[index].resume(message or current.next_messages[index - 1])
 
-    def _hear(self, current: Round, index: int) -> Any:
-        event = self.seats[index].wait()
-        current.unheard.discard(index)
-        if isinstance(event, Request):
+    def _next_event(self, current: LockstepRound, index: int) -> Any:
+        event = self.participants[index].wait()
+        current.running.discard(index)
+        if isinstance(event, OnceRequest):
             current.waiting.add(index)
         return event
 
     def _start_threads(self) -> None:
         if not self._threads:
             self._threads = [
-                threading.Thread(target=seat.serve, daemon=True, name=f"replica {seat.index}")
-                for seat in self.seats[1:]
+                threading.Thread(target=participant.serve, daemon=True, name=f"replica {participant.index}")
+                for participant in self.participants[1:]
             ]
             for thread in self._threads:
                 thread.start()
@@ -331,14 +331,14 @@ class Lockstep:
 
     def _abort(self) -> None:
         """Waits for running functions, and unwinds waiting functions."""
-        for seat in self.seats[1:]:
-            while seat.is_running or seat.is_meeting:
-                if not seat.is_running:
-                    seat.resume(Raised(AbortedError()))
+        for participant in self.participants[1:]:
+            while participant.is_running or participant.is_waiting:
+                if not participant.is_running:
+                    participant.resume(Raised(AbortedError()))
                 with suppress(Empty):
-                    seat.wait(_POLL_S)
+                    participant.wait(_POLL_S)
             with suppress(Empty):
-                seat.wait(0)
+                participant.wait(0)
 
 
 def _outcome(function: Callable[[], Any]) -> Returned | Raised:
@@ -348,7 +348,7 @@ def _outcome(function: Callable[[], Any]) -> Returned | Raised:
         return Raised(exception)
 
 
-def _note(exception: BaseException, index: int, num_functions: int) -> None:
+def _add_replica_note(exception: BaseException, index: int, num_functions: int) -> None:
     note = f"This happened in replica {index} of {num_functions}."
     if hasattr(exception, "add_note") and note not in getattr(exception, "__notes__", ()):  # Python 3.11
         exception.add_note(note)
@@ -356,7 +356,7 @@ def _note(exception: BaseException, index: int, num_functions: int) -> None:
 
 def _divergence(events: Sequence[Any]) -> RuntimeError:
     doing = [
-        f"replica {index} " + (f"waits in {event.name}" if isinstance(event, Request) else "has returned")
+        f"replica {index} " + (f"waits in {event.name}" if isinstance(event, OnceRequest) else "has returned")
         for index, event in enumerate(events)
         if event is not None
     ]

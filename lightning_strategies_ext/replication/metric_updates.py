@@ -3,7 +3,7 @@
 Arguments with rows are concatenated, and the metric is updated once. How numbers are merged depends on the metric.
 Sums, maxima, and minima combine parts in the same way as batches, so these metrics are updated once per part. A mean
 weights each part by its number of samples, or by the weight that the user passed. Any other metric is updated once per
-part, if its state for the batch can be merged from the states for the parts. :mod:`.given_numbers` decides whether a
+part, if its state for the batch can be merged from the states for the parts. :mod:`.number_scopes` decides whether a
 weight belongs to a part or to the batch.
 
 Limitations: Means and sums of a part cannot be distinguished. A number is interpreted according to the metric, so if
@@ -24,7 +24,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min
 
 from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
-from lightning_strategies_ext.replication.context import Step
+from lightning_strategies_ext.replication.context import ReplicaStep
 from lightning_strategies_ext.replication.gathering import (
     NUMBERS,
     denominator_of,
@@ -53,12 +53,12 @@ _NUMBERS_MERGED_BY = (dim_zero_sum, dim_zero_max, dim_zero_min)
 _ROWS_MERGED_BY = (*_NUMBERS_MERGED_BY, dim_zero_cat)
 
 
-def update_with_all(
+def update_for_batch(
     metric: Any,
     method: str,
     payloads: Sequence[Arguments],
     sizes: Sequence[int],
-    step: Step,
+    step: ReplicaStep,
     number: int = 0,
 ) -> Any:
     """Calls a metric's ``update`` or ``__call__`` for the whole batch.
@@ -97,13 +97,13 @@ def update_with_all(
 
 @contextmanager
 def _updated_by(
-    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: ReplicaStep, number: int
 ) -> Generator[None, None, None]:
     update = metric.update
 
     def update_for_all(*args: Any, **kwargs: Any) -> None:
         given = [(args, {name: named[name] for name in kwargs}) for args, named in payloads]
-        for args, kwargs in _calls(metric, given, sizes, step, number):
+        for args, kwargs in _update_arguments(metric, given, sizes, step, number):
             update(*args, **kwargs)
 
     metric.update = update_for_all  # type: ignore[method-assign]
@@ -113,13 +113,13 @@ def _updated_by(
         metric.update = update  # type: ignore[method-assign]
 
 
-def _calls(
-    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
+def _update_arguments(
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: ReplicaStep, number: int
 ) -> Sequence[Arguments]:
     """Returns the arguments for the metric, one entry per update."""
     if isinstance(metric, MeanMetric):
         return _calls_of_mean(metric, payloads, sizes, step, number)
-    device, num_replicas = step.root_device, step.numbers.num_replicas
+    device, num_replicas = step.root_device, step.number_scopes.num_replicas
     columns = _columns(payloads)
     numbers = {key: column for key, column in columns.items() if _has_number(column, sizes)}
     has_rows = any(contains(column, is_array) for key, column in columns.items() if key not in numbers)
@@ -145,7 +145,7 @@ def _calls(
 
 
 def _calls_of_mean(
-    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: ReplicaStep, number: int
 ) -> Sequence[Arguments]:
     columns, device = _columns(payloads), step.root_device
     values = columns[0 if 0 in columns else "value"]
@@ -161,8 +161,8 @@ def _calls_of_mean(
         if not all(map(is_fraction, values)):
             raise _refusal(metric, "an integer is not a mean over the part's samples")
         return [((value_of_batch(values, list(map(denominator_of, values)), sizes, device),), {})]
-    if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
-        weight = counts[0] * step.numbers.num_replicas
+    if step.are_batch_weights((id(metric), number), type(metric).__name__, counts, sizes):
+        weight = counts[0] * step.number_scopes.num_replicas
     elif has_rows:
         weight = sum(counts)  # each row gets the total weight of all parts
     else:

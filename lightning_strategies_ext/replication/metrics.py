@@ -9,8 +9,8 @@ from typing import Any
 import wrapt
 from torchmetrics import Metric, MetricCollection
 
-from lightning_strategies_ext.replication.context import Act, ReplicaContext
-from lightning_strategies_ext.replication.metric_updates import update_with_all
+from lightning_strategies_ext.replication.context import OnceAction, ReplicaContext
+from lightning_strategies_ext.replication.metric_updates import update_for_batch
 
 
 def is_metric(value: object) -> bool:
@@ -32,11 +32,11 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Updates the metric with the arguments of all replicas at the same call. Deferred."""
-        self._self_context.note((id(self.__wrapped__), "update"), self._self_call("update"), (args, kwargs))
+        self._self_context.defer((id(self.__wrapped__), "update"), self._self_call("update"), (args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the metric with the arguments of all replicas, and returns its value for the whole batch."""
-        return self._self_meet("forward", self._self_call("__call__"), (args, kwargs))
+        return self._self_run_once("forward", self._self_call("__call__"), (args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls :meth:`forward`."""
@@ -45,12 +45,12 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def compute(self) -> Any:
         """Returns the value over all updates."""
         metric = self.__wrapped__
-        return self._self_meet("compute", lambda payloads, sizes: metric.compute())
+        return self._self_run_once("compute", lambda payloads, sizes: metric.compute())
 
     def reset(self) -> None:
         """Resets the metric, once for all replicas."""
         metric = self.__wrapped__
-        self._self_meet("reset", lambda payloads, sizes: metric.reset())
+        self._self_run_once("reset", lambda payloads, sizes: metric.reset())
 
     def items(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """Returns the metrics of a collection with their names."""
@@ -70,16 +70,16 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def _self_part(self, value: Any) -> Any:
         return ReplicaMetric(value, self._self_context) if is_metric(value) else value
 
-    def _self_meet(self, method: str, act: Act, payload: Any = None) -> Any:
+    def _self_run_once(self, method: str, act: OnceAction, payload: Any = None) -> Any:
         name = f"{type(self.__wrapped__).__name__}.{method}"
-        return self._self_context.meet(name, act, payload, touches_weights=False)
+        return self._self_context.run_once(name, act, payload, touches_weights=False)
 
-    def _self_call(self, method: str) -> Act:
+    def _self_call(self, method: str) -> OnceAction:
         metric, step = self.__wrapped__, self._self_context.step
         number = self._self_context.calls[id(metric)]
         self._self_context.calls[id(metric)] += 1
 
         def act(payloads: list[Any], sizes: list[int]) -> Any:
-            return update_with_all(metric, method, payloads, sizes, step, number)
+            return update_for_batch(metric, method, payloads, sizes, step, number)
 
         return act

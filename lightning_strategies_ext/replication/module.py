@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.checks import is_compiled
-from lightning_strategies_ext.replication.context import ReplicaContext, Step
+from lightning_strategies_ext.replication.context import ReplicaContext, ReplicaStep
 from lightning_strategies_ext.replication.gathering import denominator_of, gather
-from lightning_strategies_ext.replication.given_numbers import GivenNumbers
 from lightning_strategies_ext.replication.lockstep import Lockstep
+from lightning_strategies_ext.replication.number_scopes import NumberScopes
 from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
-from lightning_strategies_ext.replication.splitting import Part, split, split_like
+from lightning_strategies_ext.replication.splitting import BatchPart, split, split_like
 from lightning_strategies_ext.replication.thread_state import ThreadState
 
 #: Function that splits a batch into at most the given number of parts, and returns them with their numbers of samples.
@@ -35,7 +35,7 @@ class ReplicatedModule(DataParallel[Module]):
         module: Module on the first device.
         devices: Device of each replica; for replicas on the CPU, one entry per replica.
         scatter: Function that splits a batch, in place of the rules of :mod:`.splitting`.
-        take_turns: Whether replicas run sequentially; None for True on the CPU and False on other devices.
+        sequential: Whether replicas run sequentially; None for True on the CPU and False on other devices.
         sync_batchnorm: Whether batch normalization uses the statistics of the whole batch.
 
     Raises:
@@ -47,7 +47,7 @@ class ReplicatedModule(DataParallel[Module]):
         module: Module,
         devices: Sequence[torch.device],
         scatter: Scatter | None = None,
-        take_turns: bool | None = None,
+        sequential: bool | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
         Module.__init__(self)  # `DataParallel.__init__` supports only GPUs
@@ -58,10 +58,10 @@ class ReplicatedModule(DataParallel[Module]):
         self.src_device_obj = devices[0]
         self._devices = list(devices)
         self._scatter = scatter
-        self._takes_turns = devices[0].type == "cpu" if take_turns is None else take_turns
+        self._is_sequential = devices[0].type == "cpu" if sequential is None else sequential
         self._sync_batchnorm = sync_batchnorm
         self._replicas = Replicas(module, devices, sync_batchnorm)
-        self._numbers = GivenNumbers(len(devices))
+        self._number_scopes = NumberScopes(len(devices))
         self._lockstep: Lockstep | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
@@ -77,7 +77,7 @@ class ReplicatedModule(DataParallel[Module]):
         if self._scatter is not None and args:
             return self.run(method, *args, **kwargs)
         if not args and not kwargs:
-            return self._run(method, [Part(((), {}), 0)])
+            return self._run(method, [BatchPart(((), {}), 0)])
         if len(args) == 1 and not kwargs:
             return self.run(method, *args)
         return self._run(method, split((args, kwargs), len(self._devices), "inputs"))
@@ -98,11 +98,11 @@ class ReplicatedModule(DataParallel[Module]):
             return getattr(self.module, method)(batch, *args, **kwargs)
         if self._scatter is None:
             parts = split(batch, len(self._devices), "batch")
-            return self._run(method, [Part(((part.value, *args), kwargs), part.num_samples) for part in parts])
-        scattered = checked_parts(self._scatter(batch, len(self._devices)), len(self._devices))
+            return self._run(method, [BatchPart(((part.value, *args), kwargs), part.num_samples) for part in parts])
+        scattered = check_parts(self._scatter(batch, len(self._devices)), len(self._devices))
         others = split_like((args, kwargs), [size for _, size in scattered], "inputs")
         calls = [
-            Part(((value, *args), kwargs), size)
+            BatchPart(((value, *args), kwargs), size)
             for (value, size), (args, kwargs) in zip(scattered, others, strict=True)
         ]
         return self._run(method, calls)
@@ -113,12 +113,14 @@ class ReplicatedModule(DataParallel[Module]):
             self._finalizer()
         self._lockstep = self._finalizer = None
 
-    def _run(self, method: str, parts: Sequence[Part]) -> Any:
+    def _run(self, method: str, parts: Sequence[BatchPart]) -> Any:
         root_device = self._devices[0]
         sizes = [part.num_samples for part in parts]
-        step = Step(self._threads(), root_device, sizes, self._numbers, self._replicas.check, self._replicas.refresh)
-        for seat, device, part in zip(step.lockstep.seats, self._devices, parts, strict=False):
-            step.contexts.append(ReplicaContext(step, seat, device, part.num_samples))
+        step = ReplicaStep(
+            self._threads(), root_device, sizes, self._number_scopes, self._replicas.check, self._replicas.refresh
+        )
+        for participant, device, part in zip(step.lockstep.participants, self._devices, parts, strict=False):
+            step.contexts.append(ReplicaContext(step, participant, device, part.num_samples))
         try:
             replicas = self._replicas.make(step.contexts)
             calls = [
@@ -132,15 +134,15 @@ class ReplicatedModule(DataParallel[Module]):
                     losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
                     step.warn_of_loss([denominator_of(loss) for loss in losses if loss is not None])
                 outputs = [with_scalar_loss(output) for output in outputs]
-            self._replicas.take_over(sizes)
+            self._replicas.merge_changes(sizes)
         finally:
-            self._replicas.drop()
+            self._replicas.release()
         name = "what the module returned" if method == "__call__" else f"what `{method}` returned"
         return gather(outputs, sizes, root_device, name)
 
     def _threads(self) -> Lockstep:
         if self._lockstep is None:
-            self._lockstep = Lockstep(len(self._devices), self._takes_turns)
+            self._lockstep = Lockstep(len(self._devices), self._is_sequential)
             self._finalizer = weakref.finalize(self, self._lockstep.close)
         return self._lockstep
 
@@ -149,12 +151,12 @@ class ReplicatedModule(DataParallel[Module]):
             **self.__dict__,
             "_lockstep": None,
             "_finalizer": None,
-            "_numbers": GivenNumbers(len(self._devices)),  # its keys contain ids of metrics, which change
+            "_number_scopes": NumberScopes(len(self._devices)),  # its keys contain ids of metrics, which change
             "_replicas": Replicas(self.module, self._devices, self._sync_batchnorm),
         }
 
 
-def _call(function: Callable[..., Any], part: Part, device: torch.device) -> Callable[[], Any]:
+def _call(function: Callable[..., Any], part: BatchPart, device: torch.device) -> Callable[[], Any]:
     args, kwargs = part.value
     if device.type != "cpu":
         args, kwargs = move_data_to_device((args, kwargs), device)
@@ -176,7 +178,7 @@ def with_scalar_loss(output: Any) -> Any:
     return output
 
 
-def checked_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
+def check_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
     """Checks the result of the user's ``scatter``, and returns it as a list of parts with their numbers of samples.
 
     Raises:

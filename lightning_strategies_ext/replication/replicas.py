@@ -25,27 +25,38 @@ from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.replication.containers import (
     CONTAINERS,
     MISSING,
-    LostError,
+    UnmergeableError,
     copy_for_replica,
     is_same,
-    take_over,
-    warn_of_counted_samples,
+    merge_containers,
+    warn_if_counts_samples,
 )
 from lightning_strategies_ext.replication.context import ReplicaContext
-from lightning_strategies_ext.replication.lightning_replica import adapt
+from lightning_strategies_ext.replication.lightning_replica import patch_replica
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
-from lightning_strategies_ext.replication.shared_tensors import SharedTensors, version_of, writable_in, writes_to_weight
+from lightning_strategies_ext.replication.shared_tensors import (
+    SharedTensorGuard,
+    version_of,
+    writable_in,
+    writes_to_weight,
+)
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 #: Attributes that are not merged as such: they are handled separately, or are the lists of weights of torch's recurrent
 #: modules.
-_OWN_AFFAIRS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
+_HANDLED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 #: Internal attributes of torch and Lightning, such as dicts of hooks.
-_FRAMEWORKS = {*_OWN_AFFAIRS, *vars(Module()), *vars(LightningModule()), "_hparams", "_hparams_initial"}
+_FRAMEWORK_ATTRIBUTES = {
+    *_HANDLED_ATTRIBUTES,
+    *vars(Module()),
+    *vars(LightningModule()),
+    "_hparams",
+    "_hparams_initial",
+}
 
 
 @dataclass
-class Copy:
+class ModuleCopy:
     """A copied module in a replica.
 
     Attributes:
@@ -73,12 +84,12 @@ class Replicas:
         self._sync_batchnorm = sync_batchnorm
         self._devices = list(devices)
         self._originals: list[Module] = []
-        self._copies: list[list[Copy]] = []
+        self._copies: list[list[ModuleCopy]] = []
         self._versions: tuple[Any, ...] = ()
         self._methods: dict[Module, list[str]] = {}
         self._containers: dict[Module, list[str]] = {}
         self._in_attributes: list[tuple[Any, str]] = []
-        self._shared = SharedTensors([], [])
+        self._shared = SharedTensorGuard([], [])
 
     def make(self, contexts: Sequence[ReplicaContext]) -> list[Module]:
         """Creates a replica for each context.
@@ -88,7 +99,7 @@ class Replicas:
         """
         self._originals = modules_to_copy(self._module)
         self._check_placement()
-        self._look_at_attributes()
+        self._inspect_attributes()
         self._copies = [self._copy(context) for context in contexts]
         self._set_parameters()
         self._share()
@@ -100,7 +111,7 @@ class Replicas:
         Raises:
             RuntimeError: If a replica has written to a shared tensor.
         """
-        origin = self._shared.written() if len(self._copies) > 1 else None
+        origin = self._shared.first_written() if len(self._copies) > 1 else None
         if origin is not None:
             names = (name for name, parameter in self._module.named_parameters() if parameter is origin)
             raise RuntimeError(
@@ -116,9 +127,9 @@ class Replicas:
             self._set_parameters()
             self._share()
         else:
-            self._shared.look()
+            self._shared.snapshot()
 
-    def take_over(self, sizes: Sequence[int]) -> None:
+    def merge_changes(self, sizes: Sequence[int]) -> None:
         """Merges the changes of the replicas into the module, and drops the replicas.
 
         Args:
@@ -129,23 +140,23 @@ class Replicas:
         """
         for place, original in enumerate(self._originals):
             try:
-                self._take_over(original, [copies[place] for copies in self._copies], sizes)
-            except LostError as error:
-                raise _lost(original, str(error)) from None
-        self.drop()
+                self._merge_module(original, [copies[place] for copies in self._copies], sizes)
+            except UnmergeableError as error:
+                raise _unmergeable_error(original, str(error)) from None
+        self.release()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Drops the references to the replicas."""
         self._originals, self._copies, self._in_attributes = [], [], []
         self._methods, self._containers = {}, {}
-        self._shared = SharedTensors([], [])
+        self._shared = SharedTensorGuard([], [])
 
-    def _look_at_attributes(self) -> None:
+    def _inspect_attributes(self) -> None:
         """Finds the methods, containers, and writable tensors in the attributes of the modules."""
         known = {*map(id, self._originals), *map(id, self._parameters())}
         for original in self._originals:
             for name, value in original.__dict__.items():
-                if name in _FRAMEWORKS:
+                if name in _FRAMEWORK_ATTRIBUTES:
                     continue
                 kind = type(value)
                 if kind is MethodType:
@@ -172,9 +183,9 @@ class Replicas:
                     if is_copy and parameter is not None and id(parameter) not in renormed:
                         values.append(tensor)
                         origins.append(parameter)
-        self._shared = SharedTensors(values, origins)
+        self._shared = SharedTensorGuard(values, origins)
 
-    def _copy(self, context: ReplicaContext) -> list[Copy]:
+    def _copy(self, context: ReplicaContext) -> list[ModuleCopy]:
         modules = [shallow_copy(original) for original in self._originals]
         counterparts = dict(zip(self._originals, modules, strict=True))
         for original, module in counterparts.items():
@@ -198,40 +209,40 @@ class Replicas:
             if context.device != self._devices[0]:
                 user_modules.set_device(module, context.device)
             if isinstance(original, LightningModule):
-                adapt(module, original, context)
+                patch_replica(module, original, context)
             elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:
                 attributes["forward"] = forward_of_whole_batch(original, context)
         return [
-            Copy(module, module.__dict__.copy(), buffers_to_compare(module) if module._buffers else {})
+            ModuleCopy(module, module.__dict__.copy(), buffers_to_compare(module) if module._buffers else {})
             for module in modules
         ]
 
-    def _take_over(self, original: Module, copies: Sequence[Copy], sizes: Sequence[int]) -> None:
+    def _merge_module(self, original: Module, copies: Sequence[ModuleCopy], sizes: Sequence[int]) -> None:
         root_device = self._devices[0]
         for copy in copies:
             for kind in ("_parameters", "_modules"):
                 if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
-                    raise LostError("the set of parameters or submodules")
+                    raise UnmergeableError("the set of parameters or submodules")
         for name in copies[0].buffers:
             if _has_lost_rows(name, copies, sizes, root_device):
-                raise LostError(f"the buffer `self.{name}`")
+                raise UnmergeableError(f"the buffer `self.{name}`")
         original._buffers.update(copies[0].module._buffers)
         changed: dict[str, None] = {}
         for copy in copies:
             for name, value in copy.module.__dict__.items():
-                if copy.before.get(name, MISSING) is not value and name not in _OWN_AFFAIRS:
+                if copy.before.get(name, MISSING) is not value and name not in _HANDLED_ATTRIBUTES:
                     changed[name] = None
         for name in changed:
             values = [copy.module.__dict__.get(name, MISSING) for copy in copies]
             values = [move_data_to_device(value, root_device) for value in values]
             if not all(is_same(values[0], value) for value in values[1:]):
-                raise LostError(f"`self.{name}`")
-            warn_of_counted_samples(f"self.{name}", original.__dict__.get(name), values[0], sizes)
+                raise UnmergeableError(f"`self.{name}`")
+            warn_if_counts_samples(f"self.{name}", original.__dict__.get(name), values[0], sizes)
             setattr(original, name, values[0])
         for name in self._containers.get(original, ()):
             if name not in changed:
                 theirs = [copy.module.__dict__[name] for copy in copies]
-                take_over(original.__dict__[name], theirs, f"self.{name}", sizes, root_device)
+                merge_containers(original.__dict__[name], theirs, f"self.{name}", sizes, root_device)
 
     def _parameters(self) -> list[Parameter]:
         found = {id(p): p for module in self._originals for p in module._parameters.values() if p is not None}
@@ -278,7 +289,7 @@ class Replicas:
                     )
 
 
-class _Holder(Module):
+class _FlatParameters(Module):
     """Flat module that holds parameters, so that torch can replicate them."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
@@ -304,7 +315,9 @@ def shallow_copy(module: Module) -> Module:
 def copies_on(parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns the parameters on each device. Copies are differentiable: gradients flow back to the parameters."""
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
-        holders = torch_replicate(_Holder(parameters), devices, detach=not torch.is_grad_enabled())  # few, big copies
+        holders = torch_replicate(
+            _FlatParameters(parameters), devices, detach=not torch.is_grad_enabled()
+        )  # few, big copies
         return [[getattr(holder, str(index)) for index in range(len(parameters))] for holder in holders]
     return [[parameter.to(device) for parameter in parameters] for device in devices]
 
@@ -324,7 +337,7 @@ def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
     }
 
 
-def _has_lost_rows(name: str, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> bool:
+def _has_lost_rows(name: str, copies: Sequence[ModuleCopy], sizes: Sequence[int], device: torch.device) -> bool:
     """Returns whether replicas have written different rows to a buffer, so that rows would be lost.
 
     Only the other replicas are checked for writes, because the first uses the module's buffers, which hooks of an
@@ -386,14 +399,14 @@ def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callabl
                 f" {context.num_samples} samples. Statistics of the whole batch require one row per sample. Omit"
                 " `sync_batchnorm`."
             )
-        return context.meet(  # type: ignore[no-any-return]
-            f"{type(original).__name__} (`sync_batchnorm=True`)", act, tensor, of_part=True, touches_weights=False
+        return context.run_once(  # type: ignore[no-any-return]
+            f"{type(original).__name__} (`sync_batchnorm=True`)", act, tensor, returns_rows=True, touches_weights=False
         )
 
     return forward
 
 
-def _lost(module: Module, what: str) -> RuntimeError:
+def _unmergeable_error(module: Module, what: str) -> RuntimeError:
     return RuntimeError(
         f"A step changed {what} of {type(module).__name__} differently in each replica, but only one of the changes"
         " could be kept. Return the value from the step and set it in `on_train_batch_end` or a similar hook, log it,"

@@ -31,8 +31,8 @@ _MAX_ARRAY_BYTES = 1 << 16
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class SharedTensors:
-    """Detects whether tensors have been written to since the last :meth:`look`.
+class SharedTensorGuard:
+    """Detects whether tensors have been written to since the last :meth:`snapshot`.
 
     Args:
         values: Tensors and arrays to check.
@@ -42,13 +42,13 @@ class SharedTensors:
     def __init__(self, values: Sequence[Any], origins: Sequence[Parameter | str]) -> None:
         self._values, self._origins = values, origins
         self._measured = [(value, origin) for value, origin in zip(values, origins, strict=True) if _has_norm(value)]
-        self.look()
+        self.snapshot()
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         """Records the current state of the values."""
         self._versions, self._norms = self._versions_now(), self._norms_now()
 
-    def written(self) -> Parameter | str | None:
+    def first_written(self) -> Parameter | str | None:
         """Returns the origin of a value that has been written to, or None."""
         versions = self._versions_now()
         if versions != self._versions:

@@ -25,11 +25,13 @@ Sizes: TypeAlias = tuple[int, ...] | None
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
-FIX = f"Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`. {IF_OF_A_LIBRARY}"
+SCATTER_ADVICE = (
+    f"Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`. {IF_OF_A_LIBRARY}"
+)
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Part of a batch for one replica.
 
     Args:
@@ -41,7 +43,7 @@ class Part:
     num_samples: int
 
 
-def split(batch: Any, num_parts: int, name: str = "batch") -> list[Part]:
+def split(batch: Any, num_parts: int, name: str = "batch") -> list[BatchPart]:
     """Splits a batch into at most ``num_parts`` parts, in order, with sizes that differ by at most 1, the larger first.
 
     No part is empty, except that a batch without samples is one part. Tensors and arrays in the parts are views of the
@@ -60,10 +62,10 @@ def split(batch: Any, num_parts: int, name: str = "batch") -> list[Part]:
     num_samples = count_samples(batch, name)
     num_parts = max(1, min(num_parts, num_samples))
     if num_parts == 1:
-        return [Part(batch, num_samples)]
+        return [BatchPart(batch, num_samples)]
     size, num_larger = divmod(num_samples, num_parts)
     sizes = [size + 1] * num_larger + [size] * (num_parts - num_larger)
-    return list(map(Part, cut(batch, num_samples, spans_of(sizes)), sizes))
+    return list(map(BatchPart, cut(batch, num_samples, spans_of(sizes)), sizes))
 
 
 def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
@@ -80,8 +82,8 @@ def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
         ValueError: If the value contains a tensor that cannot be split, or a packed sequence.
     """
     num_samples = sum(sizes)
-    for place, found in uncuttable(value, name, num_samples):
-        raise ValueError(unsplittable(place, found))
+    for path, found in unsplittable_values(value, name, num_samples):
+        raise ValueError(unsplittable(path, found))
     return cut(value, num_samples, spans_of(sizes))
 
 
@@ -101,10 +103,10 @@ def count_samples(batch: Any, name: str = "batch") -> int:
         if sizes:
             return sizes[0]
         if sizes is not None:
-            raise ValueError(disagreement(list(votes(batch, name, opinion)), name))
+            raise ValueError(disagreement(list(size_hints(batch, name, opinion)), name))
     raise ValueError(
         f"`{name}` is of type {type(batch).__name__} and cannot be split: it contains no tensor, array or list that"
-        f" shows its number of samples. {FIX}"
+        f" shows its number of samples. {SCATTER_ADVICE}"
     )
 
 
@@ -121,13 +123,13 @@ def strong_sizes(value: Any) -> Sizes:
     if whole_batch_only(value):
         return ()
     if is_collection(value):
-        return agreed(parts_of(value), strong_sizes)
+        return common_sizes(parts_of(value), strong_sizes)
     return () if callable(getattr(value, "to", None)) else None  # an opaque object with tensors
 
 
 def sizes_of_list(values: list[Any]) -> Sizes:
     """Returns the possible numbers of samples of a list with tensors: the size of its entries, its length, or both."""
-    sizes = agreed(values, strong_sizes)
+    sizes = common_sizes(values, strong_sizes)
     if sizes is None:
         return (len(values),) if contains(values, is_array) else None
     if not sizes:
@@ -141,10 +143,10 @@ def weak_sizes(value: Any) -> Sizes:
     """Returns the possible numbers of samples of a value without tensors, from lists and tuples of strings."""
     if isinstance(value, list) or is_strings(value):
         return (len(value),)
-    return agreed(parts_of(value), weak_sizes) if is_collection(value) else None
+    return common_sizes(parts_of(value), weak_sizes) if is_collection(value) else None
 
 
-def agreed(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Sizes:
+def common_sizes(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Sizes:
     """Returns the sizes that are possible for all values that determine one, in the order of the first such value."""
     result: Sizes = None
     for value in values:
@@ -161,7 +163,7 @@ def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]
     """Returns a value's part for each span of samples; a span is a start and a length."""
     if isinstance(value, torch.Tensor):
         if value.ndim and value.shape[0] == num_samples:
-            # Not tensor_split: torch forbids in-place writes to a view that an operation returned with other views.
+            # Not tensor_split: torch forbids in-path writes to a view that an operation returned with other views.
             return [value.narrow(0, start, length) for start, length in spans]
         return [value] * len(spans)
     if isinstance(value, np.ndarray):
@@ -182,22 +184,22 @@ def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]
 
 def has_entry_per_sample(values: list[Any]) -> bool:
     """Returns whether a list whose length is the number of samples has one entry per sample."""
-    sizes = agreed(values, strong_sizes)
+    sizes = common_sizes(values, strong_sizes)
     return not sizes or len(values) not in sizes or are_samples(values)
 
 
-def uncuttable(value: Any, place: str, num_samples: int) -> Iterator[tuple[str, Any]]:
+def unsplittable_values(value: Any, path: str, num_samples: int) -> Iterator[tuple[str, Any]]:
     """Yields the path and value of everything that ``cut`` would visit but could not split."""
     if isinstance(value, torch.Tensor):
         if value.is_nested or (value.layout is not torch.strided and value.shape[:1] == (num_samples,)):
-            yield place, value
+            yield path, value
     elif whole_batch_only(value):
-        yield place, value
+        yield path, value
     elif isinstance(value, list) and len(value) == num_samples and has_entry_per_sample(value):
         return
     elif is_collection(value):
         for label, part in zip(labels_of(value), parts_of(value), strict=True):
-            yield from uncuttable(part, place + label, num_samples)
+            yield from unsplittable_values(part, path + label, num_samples)
 
 
 def spans_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -253,15 +255,15 @@ def alike(values: list[Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Vote:
+class SizeHint:
     """Possible numbers of samples of the value at one path of a batch."""
 
-    place: str
+    path: str
     value: Any
     sizes: tuple[int, ...]
 
 
-def votes(value: Any, place: str, opinion: Callable[[Any], Sizes]) -> Iterator[Vote]:
+def size_hints(value: Any, path: str, opinion: Callable[[Any], Sizes]) -> Iterator[SizeHint]:
     """Yields the values that determine the number of samples, for messages. A list is one value if its parts agree."""
     sizes = opinion(value)
     if sizes is None:
@@ -269,35 +271,35 @@ def votes(value: Any, place: str, opinion: Callable[[Any], Sizes]) -> Iterator[V
     is_open = is_collection(value) and not whole_batch_only(value) and not is_strings(value)
     if is_open and not (sizes and isinstance(value, list)):
         for label, part in zip(labels_of(value), parts_of(value), strict=True):
-            yield from votes(part, place + label, opinion)
+            yield from size_hints(part, path + label, opinion)
     else:
-        yield Vote(place, value, sizes)
+        yield SizeHint(path, value, sizes)
 
 
-def disagreement(votes: list[Vote], name: str) -> str:
+def disagreement(hints: list[SizeHint], name: str) -> str:
     """Returns an error message that explains why no size is possible for all values."""
-    for i, vote in enumerate(votes):
-        if not vote.sizes:
-            return unsplittable(vote.place, vote.value)
-        for other in votes[:i]:
-            if not set(vote.sizes) & set(other.sizes):
+    for i, hint in enumerate(hints):
+        if not hint.sizes:
+            return unsplittable(hint.path, hint.value)
+        for other in hints[:i]:
+            if not set(hint.sizes) & set(other.sizes):
                 return (
-                    f"`{name}` cannot be split: `{other.place}` has {in_words(other.sizes)} samples, "
-                    f"but `{vote.place}` has {in_words(vote.sizes)}. {FIX}"
+                    f"`{name}` cannot be split: `{other.path}` has {sizes_text(other.sizes)} samples, "
+                    f"but `{hint.path}` has {sizes_text(hint.sizes)}. {SCATTER_ADVICE}"
                 )
-    found = ", ".join(f"`{vote.place}` has {in_words(vote.sizes)}" for vote in votes)
-    return f"`{name}` cannot be split, because its parts have no common number of samples: {found}. {FIX}"
+    found = ", ".join(f"`{hint.path}` has {sizes_text(hint.sizes)}" for hint in hints)
+    return f"`{name}` cannot be split, because its parts have no common number of samples: {found}. {SCATTER_ADVICE}"
 
 
-def in_words(sizes: tuple[int, ...]) -> str:
+def sizes_text(sizes: tuple[int, ...]) -> str:
     """Formats sizes for messages."""
     return " or ".join(map(str, sizes))
 
 
-def unsplittable(place: str, value: Any) -> str:
+def unsplittable(path: str, value: Any) -> str:
     """Returns an error message for a value that cannot be split."""
     if isinstance(value, torch.Tensor):
         kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
     else:
         kind = f"a {type(value).__name__}"
-    return f"`{place}` is {kind}, which cannot be split into samples. {FIX}"
+    return f"`{path}` is {kind}, which cannot be split into samples. {SCATTER_ADVICE}"

@@ -67,7 +67,7 @@ class Share:
 
 
 class DDPExchange:
-    """Exchange of a model in DDP; implements :class:`lightning_strategies_ext.uneven.control.Exchange`.
+    """Exchange of a model in DDP; implements :class:`lightning_strategies_ext.uneven.control.GradientExchange`.
 
     Args:
         model: Model in DDP.
@@ -93,7 +93,7 @@ class DDPExchange:
         """Whether backward passes currently exchange nothing."""
         return not self._model.require_backward_grad_sync
 
-    def keep_gradients(self) -> None:
+    def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, add nothing to this rank's contribution."""
         kept: dict[Tensor, Tensor | None] = {}
         # Exchanged gradients are on the contributors too, whose contribution suffices.
@@ -117,7 +117,7 @@ class DDPExchange:
             self._has_own = False
             self._forget_what_no_contributor_used()
 
-    def share_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcasts the buffers of the first contributor, if DDP broadcasts buffers and rank 0 contributes nothing."""
         contributors, model = self.contributors, self._model
         if not contributors or contributors[0] == 0 or not model.broadcast_buffers:

@@ -28,7 +28,7 @@ _NEVER = 1 << 30
 
 
 class DDPTimes:
-    """Times of a model in DDP; implements :class:`lightning_strategies_ext.monitoring.session.Timekeeper`.
+    """Times of a model in DDP; implements :class:`lightning_strategies_ext.monitoring.step_recorder.ExchangeTimer`.
 
     Args:
         model: Model in DDP.
@@ -56,7 +56,7 @@ class DDPTimes:
             return None
         return model.direct_exchange
 
-    def observe(self, is_on: bool) -> None:
+    def set_recording(self, is_on: bool) -> None:
         """Starts or stops recording times, from the next step on."""
         # A private name of torch since 1.8, as is its logger (read in torch 2.5 to 2.13).
         self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
@@ -64,13 +64,13 @@ class DDPTimes:
         if self._direct is not None:
             self._direct.takes_times = is_on
 
-    def follow(self, is_on: bool) -> None:
+    def on_ddp_rebuilt(self, is_on: bool) -> None:
         """Continues after DDP was initialized again, with or without recording times."""
         self._iteration = 0
         self.num_bytes = gradient_bytes(self._model)
-        self.observe(is_on)
+        self.set_recording(is_on)
 
-    def last(self) -> tuple[int, int, int] | None:
+    def last_exchange(self) -> tuple[int, int, int] | None:
         """Returns the times of the exchange of the last step.
 
         Returns:

@@ -33,14 +33,14 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
-from lightning_strategies_ext.uneven.even_fetcher import ADVICE, Batch, EvenFetcher
-from lightning_strategies_ext.uneven.step_state import StepState
+from lightning_strategies_ext.uneven.even_fetcher import ADVICE, CurrentBatch, EvenFetcher
+from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 UnevenInputs = Literal["error", "stop", "join"]
-WAYS = ("error", "stop", "join")
+MODES = ("error", "stop", "join")
 
 
-class Exchange(Protocol):
+class GradientExchange(Protocol):
     """Gradient exchange in which ranks may have no contribution.
 
     Attributes:
@@ -53,7 +53,7 @@ class Exchange(Protocol):
     @property
     def is_held_back(self) -> bool: ...  # noqa: D102
 
-    def keep_gradients(self) -> None:
+    def exclude_next_backward(self) -> None:
         """Makes the next backward pass leave this rank's gradients unchanged."""
 
     def finish(self) -> None:
@@ -62,15 +62,15 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Closes the exchange at the end of the stage."""
 
-    def share_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Broadcasts a contributor's buffers, if ranks use the buffers of rank 0 and rank 0 does not contribute."""
 
 
-class UnevenInputsControl:
+class UnevenInputsController:
     """Synchronizes the training loops of all ranks during one ``fit``.
 
     Args:
-        way: Mode for ranks that run out of batches.
+        mode: Mode for ranks that run out of batches.
         trainer: The Trainer, before its training DataLoaders are created.
         collectives: Collectives of all ranks.
         exchange: Gradient exchange; None with Adasum.
@@ -85,15 +85,15 @@ class UnevenInputsControl:
 
     def __init__(
         self,
-        way: UnevenInputs,
+        mode: UnevenInputs,
         trainer: "pl.Trainer",
         collectives: Collectives,
-        exchange: Exchange | None,
+        exchange: GradientExchange | None,
         rank: int,
         world_size: int,
         device: torch.device,
     ) -> None:
-        self._way = way
+        self._mode = mode
         self._trainer = trainer
         self._collectives = collectives
         self._exchange = exchange
@@ -105,8 +105,8 @@ class UnevenInputsControl:
         self._lengths: list[float] = []
         self._fetcher: EvenFetcher | None = None
         self._arranged: Any = None  # the fetcher that was last examined, or its replacement
-        self._batch = Batch()
-        self._hear_others: Callable[[], Tensor] | None = None
+        self._batch = CurrentBatch()
+        self._finish_transfer: Callable[[], Tensor] | None = None
         self._is_in_step = False
         self._leaving = ExitStack()
         self._leaving.callback(trainer_data.after_setup_data(trainer, self._arrange))
@@ -134,7 +134,7 @@ class UnevenInputsControl:
     @contextmanager
     def around_training_step(self) -> Generator[None, None, None]:
         """Reverts the effects of the training step inside this context if this rank is shadowing."""
-        before = StepState(self._trainer) if self._batch.is_shadow else None
+        before = StepStateSnapshot(self._trainer) if self._batch.is_shadow else None
         self._is_in_step = True
         try:
             yield
@@ -143,34 +143,34 @@ class UnevenInputsControl:
             if before is not None:
                 before.restore()
         if self._exchange is not None and not self._exchange.is_held_back:
-            self._exchange.share_buffers()
+            self._exchange.sync_buffers()
 
     def before_backward(self) -> None:
         """Starts the transfer of whether this rank has another batch; disables the gradients of a shadowing rank."""
         batch = self._batch
-        if batch.has_next is not None and (self._is_exchanged or self._way == "error"):
-            self._hear_others = self._start_telling(batch)
-            if self._way == "error" and not batch.has_next:
-                self._hear()  # other ranks, which continue, may not exchange gradients now
+        if batch.has_next is not None and (self._is_exchanged or self._mode == "error"):
+            self._finish_transfer = self._start_sending_has_next(batch)
+            if self._mode == "error" and not batch.has_next:
+                self._receive_has_next()  # other ranks, which continue, may not exchange gradients now
             batch.has_next = None  # sent once, also if the batch has several losses
         if batch.is_shadow and self._exchange is not None:
-            self._exchange.keep_gradients()
+            self._exchange.exclude_next_backward()
 
     def after_backward(self) -> None:
         """Waits for the gradients of all ranks and, if a transfer was started, for the ranks with another batch."""
         if self._exchange is not None:
             self._exchange.finish()
         if self._is_exchanged:
-            self._hear()
+            self._receive_has_next()
             self._last_exchanged = self._batch.number
 
     @property
     def _is_exchanged(self) -> bool:
         return self._exchange is None or not self._exchange.is_held_back
 
-    def does_reduce(self, tensor: Any, group: Any) -> bool:
+    def handles_reduce(self, tensor: Any, group: Any) -> bool:
         """Whether a reduction belongs to a training step that some ranks may shadow; the same on all ranks."""
-        if self._way != "join" or not self._is_in_step or group is not None or not isinstance(tensor, Tensor):
+        if self._mode != "join" or not self._is_in_step or group is not None or not isinstance(tensor, Tensor):
             return False
         return inf in self._lengths or self._batch.number > min(self._lengths, default=inf)
 
@@ -203,9 +203,9 @@ class UnevenInputsControl:
 
     # --- how many batches there are ---
 
-    def begin(self, batch: Batch) -> None:
+    def on_batch(self, batch: CurrentBatch) -> None:
         """Called by the fetcher for each batch of this rank."""
-        self._hear()
+        self._receive_has_next()
         self._batch = batch
         if batch.number == 1:
             self._with_next, self._last_exchanged = None, 0
@@ -222,7 +222,7 @@ class UnevenInputsControl:
         if fetcher is None or fetcher is self._arranged:
             return  # examined in an earlier epoch
         self._arranged, self._fetcher = fetcher, None
-        self._batch, self._with_next = Batch(), None
+        self._batch, self._with_next = CurrentBatch(), None
         if self._exchange is not None:
             self._exchange.contributors = None
         fit_loop = self._trainer.fit_loop
@@ -235,20 +235,20 @@ class UnevenInputsControl:
         own = torch.tensor(
             [fit_loop.max_batches, float(is_counted), checksum], dtype=torch.float64, device=self._device
         )
-        told = self._collectives.all_gather(own).view(self._world_size, 3)
-        if len(told[:, 2].unique()) > 1:
+        gathered = self._collectives.all_gather(own).view(self._world_size, 3)
+        if len(gathered[:, 2].unique()) > 1:
             raise ValueError(
                 f"Ranks shuffle their training data with different seeds (rank {self._rank}: {seeds}), so that several"
                 " ranks use some samples and no rank uses others. Call `seed_everything` with the same seed on all"
                 " ranks, or pass samplers with the same seed."
             )
-        self._lengths = told[:, 0].tolist()
-        if told[:, 1].all():
+        self._lengths = gathered[:, 0].tolist()
+        if gathered[:, 1].all():
             if len(set(self._lengths)) > 1:
-                self._even_out(fetcher)
+                self._equalize(fetcher)
         else:
             self._lengths = [inf] * self._world_size
-            self._look_ahead(fetcher, told[:, 0])
+            self._look_ahead(fetcher, gathered[:, 0])
 
     def _seeds_of_order(self, loader: Any) -> list[int]:
         """Returns the seed of a DataLoader's sampler, if the sampler shuffles and shards samples; otherwise nothing."""
@@ -257,48 +257,51 @@ class UnevenInputsControl:
             return []
         return [sampler.seed] if sampler.shuffle else []
 
-    def _even_out(self, fetcher: Any) -> None:
-        if self._way == "error":
-            if self._ends_before(min(self._lengths)):
+    def _equalize(self, fetcher: Any) -> None:
+        if self._mode == "error":
+            if self._max_steps_ends_before(min(self._lengths)):
                 return
             raise UnevenInputsError(f"Ranks have different numbers of training batches: {self._listed()}. {ADVICE}")
         self._check_batches_are_drawn_for_the_step(fetcher)
-        if self._way == "join" and not min(self._lengths):
+        if self._mode == "join" and not min(self._lengths):
             raise UnevenInputsError(
                 f"`uneven_inputs='join'`: a rank has no training batch to repeat: {self._listed()}. Give each rank at"
                 " least one batch."
             )
-        agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
+        num_agreed = min(self._lengths) if self._mode == "stop" else max(self._lengths)
         rank_zero_info(
-            f"`uneven_inputs={self._way!r}`: ranks have different numbers of training batches ({self._listed()});"
-            f" each epoch has {agreed:.0f}."
+            f"`uneven_inputs={self._mode!r}`: ranks have different numbers of training batches ({self._listed()});"
+            f" each epoch has {num_agreed:.0f}."
         )
-        self._use(EvenFetcher(fetcher, self.begin, int(self._lengths[self._rank]), agreed), agreed)
+        self._install_fetcher(
+            EvenFetcher(fetcher, self.on_batch, int(self._lengths[self._rank]), num_agreed), num_agreed
+        )
 
     def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
-        if self._way == "error":
+        if self._mode == "error":
             if not _draws_for_the_step(fetcher) or self._device.type != "cpu":
                 # Not checked: the step fetches the batches itself, or each step would have to wait for the GPU.
                 return
-            agreed = self._trainer.fit_loop.max_batches
+            num_agreed = self._trainer.fit_loop.max_batches
         else:
             self._check_batches_are_drawn_for_the_step(fetcher)
-            agreed = float(lengths.min() if self._way == "stop" else lengths.max())
-        self._use(EvenFetcher(fetcher, self.begin, None, agreed, ends_with_own=self._way == "error"), agreed)
+            num_agreed = float(lengths.min() if self._mode == "stop" else lengths.max())
+        even_fetcher = EvenFetcher(fetcher, self.on_batch, None, num_agreed, ends_with_local=self._mode == "error")
+        self._install_fetcher(even_fetcher, num_agreed)
 
     def _check_batches_are_drawn_for_the_step(self, fetcher: Any) -> None:
         if not _draws_for_the_step(fetcher):
             raise UnevenInputsError(
-                f"`uneven_inputs={self._way!r}` cannot be combined with `training_step(self, dataloader_iter)`: the"
+                f"`uneven_inputs={self._mode!r}` cannot be combined with `training_step(self, dataloader_iter)`: the"
                 " step fetches the batches itself, so the strategy cannot detect where they end. Use"
                 " `training_step(self, batch, batch_idx)`."
             )
 
-    def _use(self, fetcher: EvenFetcher, agreed: float) -> None:
+    def _install_fetcher(self, fetcher: EvenFetcher, num_agreed: float) -> None:
         self._fetcher = self._arranged = fetcher
-        trainer_data.set_data_fetcher(self._trainer, fetcher, agreed)
+        trainer_data.set_data_fetcher(self._trainer, fetcher, num_agreed)
 
-    def _ends_before(self, num_batches: float) -> bool:
+    def _max_steps_ends_before(self, num_batches: float) -> bool:
         """Whether ``max_steps`` ends the training before an epoch has had the given number of batches."""
         trainer = self._trainer
         num_steps = inf if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
@@ -309,65 +312,65 @@ class UnevenInputsControl:
 
     # --- exchange between ranks ---
 
-    def _start_telling(self, batch: Batch) -> Callable[[], Tensor]:
-        told = torch.zeros(self._world_size, 2, dtype=torch.int64)
-        told[self._rank, 0], told[self._rank, 1] = batch.number, int(bool(batch.has_next))
-        words = told.to(self._device)
-        finish = self._collectives.begin_sum(words, "uneven_inputs")
+    def _start_sending_has_next(self, batch: CurrentBatch) -> Callable[[], Tensor]:
+        gathered = torch.zeros(self._world_size, 2, dtype=torch.int64)
+        gathered[self._rank, 0], gathered[self._rank, 1] = batch.number, int(bool(batch.has_next))
+        flags = gathered.to(self._device)
+        finish = self._collectives.begin_sum(flags, "uneven_inputs")
 
-        def hear() -> Tensor:
+        def receive() -> Tensor:
             finish()
-            return words
+            return flags
 
-        return hear
+        return receive
 
-    def _hear(self) -> None:
+    def _receive_has_next(self) -> None:
         """Waits for the last transfer, if there is one: which ranks have another batch. Acts on the result."""
-        if self._hear_others is None:
+        if self._finish_transfer is None:
             return
         assert self._fetcher is not None
-        words, self._hear_others = self._hear_others(), None
-        numbers, has_next = words[:, 0].tolist(), words[:, 1].tolist()
+        flags, self._finish_transfer = self._finish_transfer(), None
+        numbers, has_next = flags[:, 0].tolist(), flags[:, 1].tolist()
         short = [rank for rank in range(self._world_size) if not has_next[rank]]
-        if self._way == "error":
+        if self._mode == "error":
             if len(set(numbers)) > 1 or 0 < len(short) < self._world_size:
                 ended = ", ".join(f"rank {rank} after {numbers[rank]}" for rank in short)
                 raise UnevenInputsError(
                     f"Ranks have run out of training batches while other ranks have more: {ended}. {ADVICE}"
                 )
             return
-        self._fetcher.note_short(short, numbers[0])
-        if (short and self._way == "stop") or len(short) == self._world_size:
+        self._fetcher.record_exhausted(short, numbers[0])
+        if (short and self._mode == "stop") or len(short) == self._world_size:
             self._fetcher.end()
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-            self._say_who_was_short(numbers[0])
+            self._log_exhausted_ranks(numbers[0])
         self._with_next = [rank for rank in range(self._world_size) if has_next[rank]]
 
-    def _say_who_was_short(self, number: int) -> None:
+    def _log_exhausted_ranks(self, number: int) -> None:
         assert self._fetcher is not None
-        first_missed = self._fetcher.first_missed
-        missed = {rank: number - last for rank, last in first_missed.items() if number > last}
-        if self._way == "join" and missed:
+        first_missing = self._fetcher.first_missing
+        missed = {rank: number - last for rank, last in first_missing.items() if number > last}
+        if self._mode == "join" and missed:
             listed = ", ".join(f"rank {rank} ran out {count} batches earlier" for rank, count in missed.items())
             rank_zero_info(
                 f"`uneven_inputs='join'`: epoch {self._trainer.current_epoch} had {number} batches; {listed}."
             )
-        elif self._way == "stop" and len(first_missed) < self._world_size:
-            listed = ", ".join(str(rank) for rank in first_missed)
+        elif self._mode == "stop" and len(first_missing) < self._world_size:
+            listed = ", ".join(str(rank) for rank in first_missing)
             rank_zero_info(
                 f"`uneven_inputs='stop'`: epoch {self._trainer.current_epoch} ended after {number} batches, when rank"
                 f" {listed} ran out."
             )
 
 
-def check_way(uneven_inputs: Any) -> None:
-    """Checks that a value is one of :data:`WAYS`.
+def check_mode(uneven_inputs: Any) -> None:
+    """Checks that a value is one of :data:`MODES`.
 
     Raises:
         ValueError: If it is not.
     """
-    if uneven_inputs not in WAYS:
-        raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is unknown. Use one of {', '.join(WAYS)}.")
+    if uneven_inputs not in MODES:
+        raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is unknown. Use one of {', '.join(MODES)}.")
 
 
 def _draws_for_the_step(fetcher: Any) -> bool:

@@ -13,7 +13,7 @@ ADVICE = (
 
 
 @dataclass
-class Batch:
+class CurrentBatch:
     """Current training batch of a rank.
 
     Attributes:
@@ -34,52 +34,52 @@ class EvenFetcher:
 
     Args:
         inner: Lightning's fetcher.
-        begin: Function that is called with each batch.
-        num_own: Number of batches of this rank; None if unknown.
-        agreed: Number of batches of each epoch on all ranks; infinity if unknown.
-        ends_with_own: Whether the epoch ends after the last batch of this rank.
+        on_batch: Function that is called with each batch.
+        num_local: Number of batches of this rank; None if unknown.
+        num_agreed: Number of batches of each epoch on all ranks; infinity if unknown.
+        ends_with_local: Whether the epoch ends after the last batch of this rank.
     """
 
-    _OWN = (
+    _OWN_ATTRIBUTES = (
         "inner",
-        "begin",
-        "num_own",
-        "agreed",
-        "ends_with_own",
+        "on_batch",
+        "num_local",
+        "num_agreed",
+        "ends_with_local",
         "fetched",
         "done",
-        "first_missed",
+        "first_missing",
         "_last",
         "_ahead",
     )
 
     fetched: int
     done: bool
-    first_missed: dict[int, int]
+    first_missing: dict[int, int]
     _last: Any
     _ahead: Any
 
     def __init__(
         self,
         inner: Any,
-        begin: Callable[[Batch], None],
-        num_own: int | None,
-        agreed: float,
+        on_batch: Callable[[CurrentBatch], None],
+        num_local: int | None,
+        num_agreed: float,
         *,
-        ends_with_own: bool = False,
+        ends_with_local: bool = False,
     ) -> None:
         self.inner = inner
-        self.begin = begin
-        self.num_own = num_own
-        self.agreed = agreed
-        self.ends_with_own = ends_with_own
+        self.on_batch = on_batch
+        self.num_local = num_local
+        self.num_agreed = num_agreed
+        self.ends_with_local = ends_with_local
         self._reset()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
+        if name in self._OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             setattr(self.inner, name, value)
@@ -90,41 +90,41 @@ class EvenFetcher:
         return self
 
     def __next__(self) -> Any:
-        if self.done or (self.ends_with_own and self._ahead is None):
+        if self.done or (self.ends_with_local and self._ahead is None):
             self.done = True
             raise StopIteration
         number = self.fetched + 1
-        if self.num_own is None:
+        if self.num_local is None:
             item, batch = self._next_of_unknown(number)
         else:
-            is_shadow = number > self.num_own
+            is_shadow = number > self.num_local
             is_again = is_shadow and self._last is not _NOT_DRAWN
-            item, batch = self._last if is_again else next(self.inner), Batch(number, is_shadow)
+            item, batch = self._last if is_again else next(self.inner), CurrentBatch(number, is_shadow)
         self._last = item
         self.fetched = number
         # Lightning treats a limit as the length and fetches no batch ahead. If a stream is shorter than the limit, no
         # batch is the last one, and Lightning drops the rest of the last accumulation window.
-        is_last = self.ends_with_own and batch.has_next is False and self.inner.length is None
-        self.done = number >= self.agreed or is_last
-        self.begin(batch)
+        is_last = self.ends_with_local and batch.has_next is False and self.inner.length is None
+        self.done = number >= self.num_agreed or is_last
+        self.on_batch(batch)
         return item
 
     def end(self) -> None:
         """Ends the epoch."""
         self.done = True
 
-    def note_short(self, short: list[int], number: int) -> None:
+    def record_exhausted(self, exhausted: list[int], number: int) -> None:
         """Records the ranks without a batch after this one, at the first call for each rank."""
-        for rank in short:
-            self.first_missed.setdefault(rank, number)
+        for rank in exhausted:
+            self.first_missing.setdefault(rank, number)
 
-    def _next_of_unknown(self, number: int) -> tuple[Any, Batch]:
+    def _next_of_unknown(self, number: int) -> tuple[Any, CurrentBatch]:
         item = self._draw() if self._ahead is _NOT_DRAWN else self._ahead
         is_shadow = item is None
         if is_shadow and self._last is _NOT_DRAWN:
             raise UnevenInputsError(f"This rank has no training batch at all. {ADVICE.partition(',')[0]}.")
         self._ahead = None if is_shadow else self._draw()
-        return self._last if is_shadow else item, Batch(number, is_shadow, self._ahead is not None)
+        return self._last if is_shadow else item, CurrentBatch(number, is_shadow, self._ahead is not None)
 
     def _draw(self) -> Any:
         return next(self.inner, None)
@@ -132,7 +132,7 @@ class EvenFetcher:
     def _reset(self) -> None:
         self.fetched = 0
         self.done = False
-        self.first_missed = {}
+        self.first_missing = {}
         self._last = self._ahead = _NOT_DRAWN
 
 

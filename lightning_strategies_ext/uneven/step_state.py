@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from lightning_strategies_ext._lightning import trainer_logging
 
 
-class StepState:
+class StepStateSnapshot:
     """Copy of this state, as of its creation.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from lightning_strategies_ext.elastic.sampler import share_out
+from lightning_strategies_ext.elastic.sampler import shard_loader
 
 
 def make_loader(num_samples: int, batch_size: int, sampler: Any = None, **kwargs: Any) -> DataLoader:
@@ -36,7 +36,7 @@ class Worlds:
         now = [done]
         loaders = [self.make() for _ in range(world_size)]
         for rank, loader in enumerate(loaders):
-            sampler = share_out(loader, rank, world_size, lambda given: batch_size or given, lambda: now[0])
+            sampler = shard_loader(loader, rank, world_size, lambda given: batch_size or given, lambda: now[0])
             sampler.set_epoch(epoch)
             if self.state is not None:
                 sampler.load_state_dict(self.state)
@@ -84,7 +84,7 @@ def test_another_epoch_has_another_order_and_begins_at_its_beginning():
     first.run(2, None, epoch=0)
     second.run(2, None, epoch=1)
     assert first.batches != second.batches
-    sampler = share_out(make_loader(32, 4), 0, 2, lambda given: given, lambda: 0)
+    sampler = shard_loader(make_loader(32, 4), 0, 2, lambda given: given, lambda: 0)
     sampler.load_state_dict({"epoch": 0, "samples": 16, "batches": 2})
     assert len(sampler) == 8
     sampler.set_epoch(0)
@@ -124,7 +124,7 @@ def test_a_sampler_of_the_users_draws_the_same_on_all_ranks(has_generator):
 
 def test_a_rank_for_which_nothing_is_left_has_a_batch_to_shadow_with():
     loader = make_loader(20, 4)
-    sampler = share_out(loader, 1, 2, lambda given: given, lambda: 0)
+    sampler = shard_loader(loader, 1, 2, lambda given: given, lambda: 0)
     sampler.load_state_dict({"epoch": 0, "samples": 17, "batches": 2})
     assert (len(sampler), len(loader)) == (0, 2)
     assert len(next(iter(loader))[0]) == 4
@@ -133,7 +133,7 @@ def test_a_rank_for_which_nothing_is_left_has_a_batch_to_shadow_with():
 @pytest.mark.parametrize("is_again", [False, True])
 def test_a_loader_of_the_users_own_can_come_again(is_again):
     loader = make_loader(20, 4)
-    share_out(loader, 0, 2, lambda given: 2 * given, lambda: 0)
+    shard_loader(loader, 0, 2, lambda given: 2 * given, lambda: 0)
     if is_again:
-        share_out(loader, 0, 2, lambda given: 2 * given, lambda: 0)
+        shard_loader(loader, 0, 2, lambda given: 2 * given, lambda: 0)
     assert next(iter(loader))[0].numel() == 8

@@ -25,13 +25,10 @@ NAMES_LEFT = (
     "lightning_strategies_ext/pytorch/ddp_ray.py",
     "lightning_strategies_ext/pytorch/horovod_elastic.py",
     "lightning_strategies_ext/pytorch/parallel.py",
-    "lightning_strategies_ext/replication/context.py",
-    "lightning_strategies_ext/replication/lockstep.py",
-    "lightning_strategies_ext/replication/module.py",
     "lightning_strategies_ext/shm/native.py",
+    "lightning_strategies_ext/shm/rendezvous.py",
     "lightning_strategies_ext/shm/segments.py",
     "lightning_strategies_ext/torch_distributed/compression/models.py",
-    "lightning_strategies_ext/uneven/control.py",
 )
 _TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 

@@ -52,7 +52,9 @@ from lightning_strategies_ext.launch.transport.channel import Channel
 from lightning_strategies_ext.launch.transport.pickling import dump
 from tests.launch.link_connections import connect, wait_for
 
-MEMBERS = [Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit=1, batches=4) for rank in range(2)]
+MEMBERS = [
+    Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit_number=1, committed_batches=4) for rank in range(2)
+]
 VALUE = EncodedValue(dump([1, "two"]), [])
 TO_WORKER: list[Any] = [
     WorkerSetup(1, {"name": "worker"}, WorkerRankInfo(1, 2, 0, 1, 1, 2, "10.0.0.1", 80)),

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_strategies_ext.monitoring.advice import Job, advise
+from lightning_strategies_ext.monitoring.advice import JobTraits, advise
 from lightning_strategies_ext.monitoring.analysis import (
     RankTimes,
     clock_offsets,
     combined,
-    logged,
+    logged_metrics,
     slowest_of,
     times_of,
-    waits,
+    waiting_times,
 )
 from lightning_strategies_ext.monitoring.records import (
     AFTER_BACKWARD,
     BATCH,
     EXCHANGE,
     IN_BACKWARD,
-    OF_MODELS,
+    MODEL_EXCHANGE,
     Window,
 )
 from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
@@ -91,8 +91,8 @@ def test_the_slowest_rank_is_named_with_the_phase() -> None:
     slowest = slowest_of(times)
     assert slowest is not None
     assert (slowest.rank, slowest.phase) == (1, "data")
-    assert (slowest.by_ms, slowest.phase_by_ms) == pytest.approx((4, 4))
-    values = logged(times)
+    assert (slowest.lag_ms, slowest.phase_lag_ms) == pytest.approx((4, 4))
+    values = logged_metrics(times)
     assert values["communication/slowest_rank"] == 1
     assert values["communication/exposed_ms"] == pytest.approx(11 / 3)
     assert all(isinstance(value, (int, float)) for value in values.values())
@@ -102,19 +102,19 @@ def test_the_slowest_rank_is_named_with_the_phase() -> None:
 def test_clocks_of_hosts_are_laid_on_each_other() -> None:
     windows = [window(0), window(1, data=5, host="b", ahead=700 * MS), window(2, host="a", ahead=0)]
     assert clock_offsets(windows) == {0: 0, 1: 700 * MS, 2: 0}
-    assert [wait / MS for wait in waits(windows)[0]] == pytest.approx([4] * 4)
+    assert [wait / MS for wait in waiting_times(windows)[0]] == pytest.approx([4] * 4)
 
 
 def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
     short = window(1, data=5)
     short = Window(1, "a", 1, 4, 400, short.batches, short.exchanges[1:])
-    waiting = waits([window(0), short])
+    waiting = waiting_times([window(0), short])
     assert isnan(waiting[0][0])
     assert [wait / MS for wait in waiting[0][1:]] == pytest.approx([4] * 3)
 
 
 def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
-    own = window(kind=OF_MODELS)
+    own = window(kind=MODEL_EXCHANGE)
     few = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
     assert times_of([few])[0].exposed_ms == pytest.approx(5 / 4)
 
@@ -196,67 +196,67 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "job", "said"),
+    ("ranks", "traits", "said"),
     [
-        ([times()], Job(), "One process: nothing is exchanged, and computation is the bottleneck"),
+        ([times()], JobTraits(), "One process: nothing is exchanged, and computation is the bottleneck"),
         (
             [times(0), times(1)],
-            Job(),
+            JobTraits(),
             "Computation is the bottleneck: a step waits for communication for 3 % of its time",
         ),
         (
             [times(data_ms=40)],
-            Job(),
+            JobTraits(),
             "The step waits for data for 40 % of a step. Give the DataLoader more workers",
         ),
-        ([times(0, data_ms=40), times(1, data_ms=41)], Job(), "Every rank waits for data for 40 %"),
+        ([times(0, data_ms=40), times(1, data_ms=41)], JobTraits(), "Every rank waits for data for 40 %"),
         (
             [times(0, waiting_ms=30), times(1, data_ms=31, waiting_ms=0)],
-            Job(),
+            JobTraits(),
             "Rank 1 is the bottleneck: other ranks wait 30 ms per step for it (30 % of the step). It is slower by 30 ms"
             " in data loading. Give rank 1's DataLoader more workers (`num_workers=...`)",
         ),
-        ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], Job(), "30 ms in the forward pass"),
-        ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], Job(), "work between two steps"),
-        (NEEDS_TURNS, Job(), "Ranks wait for each other in turns, for 20 % of a step"),
-        (NEEDS_TURNS, Job(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
+        ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], JobTraits(), "30 ms in the forward pass"),
+        ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], JobTraits(), "work between two steps"),
+        (NEEDS_TURNS, JobTraits(), "Ranks wait for each other in turns, for 20 % of a step"),
+        (NEEDS_TURNS, JobTraits(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
         (
             BY_LINK,
-            Job(("bf16", "powersgd"), num_hosts=2),
+            JobTraits(("bf16", "powersgd"), num_hosts=2),
             "4 MB per step. Use `compression=...` to exchange less: 'bf16', 'po",
         ),
-        (BY_LINK, Job(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
+        (BY_LINK, JobTraits(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
         (
             BY_LINK,
-            Job(num_buckets=1),
+            JobTraits(num_buckets=1),
             "so that the exchange begins while the backward pass still computes; 'auto' finds a size.",
         ),
         (
             BY_LINK,
-            Job(num_buckets=1, num_hosts=2, is_stock=True),
+            JobTraits(num_buckets=1, num_hosts=2, is_stock=True),
             "4 MB per step. `strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less.",
         ),
         (
             [*BY_LINK, times(2, **LINK), times(3, **LINK)],
-            Job(num_hosts=2, is_stock=True),
+            JobTraits(num_hosts=2, is_stock=True),
             "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and"
             " `strategy='ddp_ext_bf16'`",
         ),
-        (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
-        (BY_LINK, Job(is_stock=True), "Use `strategy='ddp_ext'`, which exchanges over shared memory"),
+        (BY_LINK, JobTraits(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
+        (BY_LINK, JobTraits(is_stock=True), "Use `strategy='ddp_ext'`, which exchanges over shared memory"),
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
-            Job(),
+            JobTraits(),
             "For so few bytes, the step waits for latency, not for",
         ),
         (
             [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
-            Job(is_compressed=True),
+            JobTraits(is_compressed=True),
             "For so few bytes, the step waits for latency and compression, not for bandwidth",
         ),
     ],
 )
-def test_advice_names_the_limit_and_an_argument(ranks: list[RankTimes], job: Job, said: str) -> None:
-    advice = advise(ranks, job)
+def test_advice_names_the_limit_and_an_argument(ranks: list[RankTimes], traits: JobTraits, said: str) -> None:
+    advice = advise(ranks, traits)
     assert said in advice
     assert "\n" not in advice

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_strategies_ext import HorovodStrategy, ScaleLearningRate
-from lightning_strategies_ext.elastic.sampler import share_out
+from lightning_strategies_ext.elastic.sampler import shard_loader
 from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod_build import installed
@@ -129,7 +129,7 @@ def test_a_policy_that_is_unknown_is_refused():
 )
 def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
     with pytest.raises(ValueError, match=rf"combined with {message}.*, because its samples.*use_distributed_sampler"):
-        share_out(data, 0, 2, lambda given: given, lambda: 0)
+        shard_loader(data, 0, 2, lambda given: given, lambda: 0)
 
 
 def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():

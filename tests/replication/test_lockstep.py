@@ -1,4 +1,4 @@
-"""What ``replication/lockstep.py`` promises: functions meet or fail, in turns or at once, and never wait in vain."""
+"""What ``replication/lockstep.py`` promises: functions meet or fail, in turns or at once, and never wait never."""
 
 import threading
 
@@ -20,7 +20,7 @@ def lockstep(request):
 
 
 def run(lockstep, function):
-    return lockstep.run([lambda seat=seat: function(seat) for seat in lockstep.seats])
+    return lockstep.run([lambda each=each: function(each) for each in lockstep.participants])
 
 
 def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
@@ -30,9 +30,9 @@ def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
         callers.append(threading.current_thread())
         return sum(payloads)
 
-    def function(seat):
-        total = seat.meet("sum", act, seat.index)
-        return seat.meet("sum", act, total + seat.index), threading.current_thread().name
+    def function(participant):
+        total = participant.run_once("sum", act, participant.index)
+        return participant.run_once("sum", act, total + participant.index), threading.current_thread().name
 
     here = threading.current_thread()
     assert run(lockstep, function) == [(12, here.name), (12, "replica 1"), (12, "replica 2")]
@@ -40,19 +40,19 @@ def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
 
 
 def test_who_takes_turns_and_meets_nobody_needs_no_thread():
-    lockstep = Lockstep(3, take_turns=True)
+    lockstep = Lockstep(3, is_sequential=True)
     threads = threading.active_count()
-    assert run(lockstep, lambda seat: (seat.index, threading.active_count())) == [(i, threads) for i in range(3)]
+    assert run(lockstep, lambda each: (each.index, threading.active_count())) == [(i, threads) for i in range(3)]
 
 
 def test_turns_are_taken_in_order():
-    lockstep = Lockstep(3, take_turns=True)
+    lockstep = Lockstep(3, is_sequential=True)
     order = []
 
-    def function(seat):
+    def function(participant):
         for part in "ab":
-            order.append((part, seat.index))
-            seat.meet("part", lambda payloads: None)
+            order.append((part, participant.index))
+            participant.run_once("part", lambda payloads: None)
 
     run(lockstep, function)
     assert order == [(part, index) for part in "ab" for index in range(3)]
@@ -60,18 +60,18 @@ def test_turns_are_taken_in_order():
 
 
 def test_at_once_is_at_once():
-    lockstep = Lockstep(3, take_turns=False)
+    lockstep = Lockstep(3, is_sequential=False)
     barrier = threading.Barrier(3)
-    assert sorted(run(lockstep, lambda seat: barrier.wait(10))) == [0, 1, 2]
+    assert sorted(run(lockstep, lambda participant: barrier.wait(10))) == [0, 1, 2]
     lockstep.close()
 
 
-def test_functions_run_inside_what_they_wait_for(lockstep):
-    def function(seat):
+def test_functions_run_nested_what_they_wait_for(lockstep):
+    def function(participant):
         def inner():
-            return seat.meet("inner", sum, 1) + seat.index
+            return participant.run_once("inner", sum, 1) + participant.index
 
-        return seat.meet("outer", lockstep.run_inside, inner)
+        return participant.run_once("outer", lockstep.run_nested, inner)
 
     assert run(lockstep, function) == [[3, 4, 5]] * 3
 
@@ -80,26 +80,26 @@ def test_functions_run_inside_what_they_wait_for(lockstep):
 def test_a_failure_unwinds_the_others_and_is_raised(lockstep, failing):
     unwound = []
 
-    def function(seat):
-        if seat.index == failing:
+    def function(participant):
+        if participant.index == failing:
             raise ValueError("bad")
         try:
-            seat.meet("never", lambda payloads: None)
+            participant.run_once("never", lambda payloads: None)
         finally:
-            unwound.append(seat.index)
-            seat.meet("in vain", lambda payloads: None)
+            unwound.append(participant.index)
+            participant.run_once("never", lambda payloads: None)
 
     with pytest.raises(ValueError, match="bad"):
         run(lockstep, function)
     assert set(unwound) <= {0, 1, 2} - {failing}
-    assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+    assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
 def test_what_is_done_for_all_may_fail_for_all(lockstep):
-    def function(seat):
+    def function(participant):
         with pytest.raises(ZeroDivisionError):
-            seat.meet("division", lambda payloads: 1 // 0)
-        return seat.meet("sum", sum, 1)
+            participant.run_once("division", lambda payloads: 1 // 0)
+        return participant.run_once("sum", sum, 1)
 
     assert run(lockstep, function) == [3, 3, 3]
 
@@ -109,40 +109,40 @@ def test_an_interrupt_unwinds_all(lockstep):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(lockstep, lambda seat: seat.meet("interrupt", interrupt))
-    assert run(lockstep, lambda seat: seat.index) == [0, 1, 2]
+        run(lockstep, lambda participant: participant.run_once("interrupt", interrupt))
+    assert run(lockstep, lambda participant: participant.index) == [0, 1, 2]
 
 
 def test_who_meets_after_the_first_has_returned_is_named(lockstep):
     with pytest.raises(RuntimeError, match=r"replica 0 has returned, .*replica 1 waits in late"):
-        run(lockstep, lambda seat: seat.index and seat.meet("late", sum, 1))
-    assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+        run(lockstep, lambda participant: participant.index and participant.run_once("late", sum, 1))
+    assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_failure_inside_an_inner_meeting_leaves_no_one_waiting(lockstep, failing):
-    def function(seat):
+    def function(participant):
         def inner():
-            if seat.index == failing:
+            if participant.index == failing:
                 raise ValueError("bad")
-            return seat.meet("inner", sum, 1)
+            return participant.run_once("inner", sum, 1)
 
-        seat.meet("outer", lockstep.run_inside, inner)
+        participant.run_once("outer", lockstep.run_nested, inner)
 
     for _ in range(20):
         with pytest.raises(ValueError, match="bad"):
             run(lockstep, function)
-        assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+        assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
 def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, early):
-    def leaves(seat):
-        if seat.index != early:
-            seat.meet("the meeting", lambda payloads: None)
+    def leaves(participant):
+        if participant.index != early:
+            participant.run_once("the meeting", lambda payloads: None)
 
-    def differs(seat):
-        seat.meet(f"meeting {seat.index == early}", lambda payloads: None)
+    def differs(participant):
+        participant.run_once(f"meeting {participant.index == early}", lambda payloads: None)
 
     with pytest.raises(RuntimeError, match=rf"replica {early} has returned"):
         run(lockstep, leaves)
@@ -152,19 +152,19 @@ def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, ea
 
 def test_who_is_not_at_the_meeting_cannot_ask_for_one(lockstep):
     with pytest.raises(RuntimeError, match=r"the sum was requested by a replica outside of its step"):
-        lockstep.seats[0].meet("the sum", sum, 1)
+        lockstep.participants[0].run_once("the sum", sum, 1)
 
 
 def test_a_failure_inside_what_is_waited_for_unwinds_all(lockstep):
-    def function(seat):
+    def function(participant):
         def inner():
-            seat.meet("inner", sum, 1)
-            if seat.index == 1:
+            participant.run_once("inner", sum, 1)
+            if participant.index == 1:
                 raise ValueError("bad")
 
-        seat.meet("outer", lockstep.run_inside, inner)
+        participant.run_once("outer", lockstep.run_nested, inner)
 
     for _ in range(20):
         with pytest.raises(ValueError, match="bad"):
             run(lockstep, function)
-        assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+        assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]

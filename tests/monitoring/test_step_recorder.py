@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
-from lightning_strategies_ext.monitoring.records import BATCH, EXCHANGE, OF_MODELS, Window
-from lightning_strategies_ext.monitoring.session import Session
+from lightning_strategies_ext.monitoring.records import BATCH, EXCHANGE, MODEL_EXCHANGE, Window
+from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 
 
 class Clock:
@@ -19,10 +19,10 @@ class Clock:
         self.is_on = False
         self.num_asked = 0
 
-    def observe(self, is_on: bool) -> None:
+    def set_recording(self, is_on: bool) -> None:
         self.is_on = is_on
 
-    def last(self) -> tuple[int, int, int]:
+    def last_exchange(self) -> tuple[int, int, int]:
         assert self.is_on
         self.num_asked += 1
         now = time.time_ns()
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Training:
-    """Steps of a training that starts at some step, with a session."""
+    """Steps of a training that starts at some step, with a step recorder."""
 
     def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
         self.num_done = num_done
@@ -39,7 +39,7 @@ class Training:
         self.heard: list[Window] = []
         self.failed: list[Exception] = []
         self.clock = Clock()
-        self.session = Session(
+        self.recorder = StepRecorder(
             *(0, "a", every_n_steps, observed_steps, num_done, self.switch, self.clock),
             *(lambda num_steps: 100 * num_steps, None, hear or self.hear, self.failed.append),
         )
@@ -52,14 +52,14 @@ class Training:
 
     def step(self, num_batches: int = 1) -> None:
         for batch in range(num_batches):
-            self.session.fetch_begins(self.num_done)
+            self.recorder.on_fetch_start(self.num_done)
             if self.is_observed:
-                self.session.batch_begins()
-                self.session.backward_begins()
-                self.session.backward_ends()
+                self.recorder.on_batch_start()
+                self.recorder.on_backward_start()
+                self.recorder.on_backward_end()
                 if batch == num_batches - 1:
-                    self.session.optimizer_steps()
-                self.session.batch_ends()
+                    self.recorder.on_optimizer_step()
+                self.recorder.on_batch_end()
         if self.is_observed:
             self.observed.append(self.num_done - 100)
         self.num_done += 1
@@ -69,7 +69,7 @@ def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed()
     training = Training()
     for _ in range(34):
         training.step(num_batches=2)
-    training.session.finish(training.num_done, 1)
+    training.recorder.finish(training.num_done, 1)
     assert training.observed == [0, 1, 2, 3, 4, 11, 12, 13, 22, 23, 24, 33]
     assert [window.num_steps for window in training.heard] == [10, 10, 10, 4]
     assert [window.num_bytes for window in training.heard] == [1000, 1000, 1000, 400]
@@ -88,14 +88,14 @@ def test_exchanges_of_gradients_are_noted_in_the_steps_whose_batches_are() -> No
     training = Training(every_n_steps=4)
     for _ in range(8):
         training.step()
-        training.session.exchanged(1, 2, 3, 50)
-        training.session.exchanged(1, 2, 3, 7, is_of_models=True)
-    training.session.finish(training.num_done, 1)
+        training.recorder.on_exchange(1, 2, 3, 50)
+        training.recorder.on_exchange(1, 2, 3, 7, is_model_exchange=True)
+    training.recorder.finish(training.num_done, 1)
     assert [len(each.batches) for each in training.heard] == [4, 3]
     for each in training.heard:
-        steps, is_of_models = each.exchanges["step"], each.exchanges["kind"] == OF_MODELS
-        assert set(steps[~is_of_models]) == set(each.batches["step"])
-        assert len(set(steps[is_of_models])) == 4
+        steps, is_model_exchange = each.exchanges["step"], each.exchanges["kind"] == MODEL_EXCHANGE
+        assert set(steps[~is_model_exchange]) == set(each.batches["step"])
+        assert len(set(steps[is_model_exchange])) == 4
 
 
 @pytest.mark.parametrize(("every_n_steps", "observed_steps"), [(1, 1), (2, 5), (3, 3)])
@@ -103,7 +103,7 @@ def test_all_steps_are_observed_where_there_are_no_more(every_n_steps: int, obse
     training = Training(every_n_steps, observed_steps)
     for _ in range(6):
         training.step()
-    training.session.finish(training.num_done, 1)
+    training.recorder.finish(training.num_done, 1)
     assert training.observed == list(range(6))
     assert sum(window.num_steps for window in training.heard) == 6
 

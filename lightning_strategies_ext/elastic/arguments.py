@@ -27,12 +27,12 @@ def check_commit_interval(commit_every_n_steps: Any) -> int:
     return check_whole_number("commit_every_n_steps", commit_every_n_steps, 1)
 
 
-def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
+def check_elastic_compatible(uneven_inputs: str, model_averaging: str | None) -> None:
     """Rejects arguments that elastic training does not support.
 
     Args:
         uneven_inputs: Mode for ranks with different numbers of batches.
-        averages_models: Argument that enables model averaging, with its value; None if there is none.
+        model_averaging: Argument that enables model averaging, with its value; None if there is none.
 
     Raises:
         ValueError: If an argument is not supported.
@@ -42,9 +42,9 @@ def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
             "`uneven_inputs='error'` cannot be combined with `elastic=True`: when ranks are lost or added, ranks have"
             " different numbers of batches. Use 'join' or 'stop'."
         )
-    if averages_models is not None:
+    if model_averaging is not None:
         raise ValueError(
-            f"`{averages_models}` cannot be combined with `elastic=True`: a commit has the state of one rank, and"
+            f"`{model_averaging}` cannot be combined with `elastic=True`: a commit has the state of one rank, and"
             " between two averagings the ranks have different models. Omit one of the two."
         )
 

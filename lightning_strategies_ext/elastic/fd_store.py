@@ -40,29 +40,29 @@ _POLL_S = 0.02
 #: Interval at which the store checks whether the agent runs, in seconds; used only on systems without pidfds.
 _AGENT_POLL_S = 1.0
 _MESSAGE_BYTES = 1 << 16
-_MOST_FILES = 250  # Linux sends at most 253
+_MAX_FILES = 250  # Linux sends at most 253
 
 
-class KeeperLostError(RuntimeError):
+class FdStoreLostError(RuntimeError):
     """The descriptor store has exited or does not respond."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TorchrunJob:
     """A torchrun job on this host.
 
     Attributes:
         run_id: Id of the job, from torchrun.
-        agent: Process id of torchrun's agent on this host.
+        agent_pid: Process id of torchrun's agent on this host.
         agent_start: Start time of the agent, which distinguishes it from a later process with the same id.
     """
 
     run_id: str
-    agent: int
+    agent_pid: int
     agent_start: float
 
     @classmethod
-    def of_this_process(cls) -> "Job | None":
+    def of_this_process(cls) -> "TorchrunJob | None":
         """Returns the job of this process; None if torchrun has not started the process.
 
         The agent is the nearest ancestor without the job's environment variable: a shell may run between the agent and
@@ -92,59 +92,59 @@ class Job:
         Raises:
             OSError: If no directory is writable by this user only.
         """
-        name = json.dumps([host_identity(), self.agent, self.agent_start, self.run_id])
+        name = json.dumps([host_identity(), self.agent_pid, self.agent_start, self.run_id])
         return _directory() / hashlib.sha256(name.encode()).hexdigest()
 
 
-class Keeper:
+class FdStoreClient:
     """A rank's connection to the descriptor store of its job. Starts the store if none runs.
 
     Args:
         job: The job.
 
     Raises:
-        KeeperLostError: If no store runs and none can be started.
+        FdStoreLostError: If no store runs and none can be started.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TorchrunJob) -> None:
         self._socket = self._connect(job)
 
-    def keep(self, name: str, fd: int) -> None:
+    def put(self, name: str, fd: int) -> None:
         """Stores the descriptor of a memory file; replaces any descriptor that is stored under the name.
 
         Raises:
-            KeeperLostError: If the store has exited.
+            FdStoreLostError: If the store has exited.
         """
-        self._ask({"keep": name}, [fd])
+        self._request({"put": name}, [fd])
 
-    def find(self, prefix: str) -> dict[str, int]:
+    def get_all(self, prefix: str) -> dict[str, int]:
         """Returns the stored descriptors, by name.
 
         Args:
             prefix: Prefix of the names; the returned names do not contain it.
 
         Raises:
-            KeeperLostError: If the store has exited.
+            FdStoreLostError: If the store has exited.
         """
-        names, fds = self._ask({"find": prefix}, [])
+        names, fds = self._request({"get_all": prefix}, [])
         return dict(zip(names, fds, strict=True))
 
-    def _ask(self, request: dict[str, str], fds: list[int]) -> tuple[list[str], list[int]]:
+    def _request(self, request: dict[str, str], fds: list[int]) -> tuple[list[str], list[int]]:
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            answer, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _MOST_FILES)
+            answer, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _MAX_FILES)
         except OSError as error:
-            raise KeeperLostError(f"The process that stores commits does not respond: {error}") from error
+            raise FdStoreLostError(f"The process that stores commits does not respond: {error}") from error
         if not answer:
-            raise KeeperLostError("The process that stores commits has ended.")
+            raise FdStoreLostError("The process that stores commits has ended.")
         return json.loads(answer), list(found)
 
     @staticmethod
-    def _connect(job: Job) -> socket.socket:
+    def _connect(job: TorchrunJob) -> socket.socket:
         try:
             file = job.file
         except OSError as error:
-            raise KeeperLostError(
+            raise FdStoreLostError(
                 f"There is no private directory for the file by which ranks find commits: {error}. Set"
                 f" {user_cache.CACHE_VARIABLE} to a directory that only this user can write."
             ) from error
@@ -153,7 +153,7 @@ class Keeper:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.setblocking(False)  # another process may listen at the address of an exited store
             with suppress(OSError):
-                connection.connect(b"\0" + (file.read_bytes() or b"no keeper yet"))
+                connection.connect(b"\0" + (file.read_bytes() or b"no store yet"))
                 if is_of_this_user(connection):
                     connection.setblocking(True)
                     return connection
@@ -161,20 +161,20 @@ class Keeper:
             if process is None:
                 process = _start(job, file)
             time.sleep(_POLL_S)
-        raise KeeperLostError(f"The process that stores commits did not start within {START_S:g} s.")
+        raise FdStoreLostError(f"The process that stores commits did not start within {START_S:g} s.")
 
 
 def _directory() -> Path:
     """Returns a private directory in the user's cache, or in the temporary directory if the user has no home."""
     try:
-        return user_cache.create(user_cache.directory("keepers"))
+        return user_cache.create(user_cache.directory("fd-stores"))
     except OSError:
-        return user_cache.create(Path(tempfile.gettempdir(), f"lightning-strategies-ext-{os.geteuid()}", "keepers"))
+        return user_cache.create(Path(tempfile.gettempdir(), f"lightning-strategies-ext-{os.geteuid()}", "fd-stores"))
 
 
-def _start(job: Job, file: Path) -> "subprocess.Popen[bytes]":
+def _start(job: TorchrunJob, file: Path) -> "subprocess.Popen[bytes]":
     # In its own session, because the agent kills the sessions of its ranks; without their open files.
-    command = python_module(__name__, str(file), str(job.agent), repr(job.agent_start))
+    command = python_module(__name__, str(file), str(job.agent_pid), repr(job.agent_start))
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
 
@@ -183,7 +183,7 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
     """Holds descriptors until the agent exits. Returns immediately if the job has another store.
 
     Args:
-        path: Path of :attr:`Job.file`.
+        path: Path of :attr:`TorchrunJob.file`.
         agent_pid: Process id of torchrun's agent.
         agent_start: Start time of the agent.
     """
@@ -212,7 +212,7 @@ def _for_this_user(path: str, flags: int) -> int:
 
 def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable[[], bool]) -> None:
     loop = SelectorLoop()
-    kept: dict[str, int] = {}
+    stored: dict[str, int] = {}
     has_agent_exited = False
 
     def on_exit() -> bool:
@@ -221,7 +221,7 @@ def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable
         return True
 
     def on_request(connection: socket.socket) -> bool:
-        if not _answer(connection, kept):
+        if not _answer(connection, stored):
             loop.remove(connection)
             connection.close()
         return False
@@ -241,24 +241,24 @@ def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable
         loop.wait(_AGENT_POLL_S if agent is None else math.inf)
 
 
-def _answer(connection: socket.socket, kept: dict[str, int]) -> bool:
+def _answer(connection: socket.socket, stored: dict[str, int]) -> bool:
     """Processes a request of a rank; returns False if the rank has closed its connection."""
     with suppress(OSError):
-        said, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
-        if not said:
+        received, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
+        if not received:
             return False
-        request = json.loads(said)
-        if "keep" in request:
-            old = kept.pop(request["keep"], None)
+        request = json.loads(received)
+        if "put" in request:
+            old = stored.pop(request["put"], None)
             if old is not None:
                 os.close(old)
-            (kept[request["keep"]],) = fds
+            (stored[request["put"]],) = fds
             connection.send(b"[]")
         else:
-            prefix = request["find"]
-            names = [name for name in kept if name.startswith(prefix)][:_MOST_FILES]
+            prefix = request["get_all"]
+            names = [name for name in stored if name.startswith(prefix)][:_MAX_FILES]
             answer = json.dumps([name.removeprefix(prefix) for name in names]).encode()
-            socket.send_fds(connection, [answer], [kept[name] for name in names])
+            socket.send_fds(connection, [answer], [stored[name] for name in names])
         return True
     return False
 

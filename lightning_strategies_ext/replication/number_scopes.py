@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 
 @dataclass
-class Place:
+class CallSite:
     """Statistics of the numbers that steps have passed at one call site.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
     answer: bool | None = None
     has_warned: bool = False
 
-    def look(self, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> None:
+    def observe(self, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> None:
         """Updates the statistics with the replicas' numbers for a batch."""
         for number, size in zip(numbers, sizes, strict=True):
             self.is_constant &= number == self.number
@@ -63,7 +63,7 @@ class Place:
             rank_zero_warn(text)
 
 
-class GivenNumbers:
+class NumberScopes:
     """Distinguishes numbers of parts of the batch from numbers of the whole batch.
 
     Args:
@@ -72,10 +72,10 @@ class GivenNumbers:
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
-        self._places: dict[Hashable, Place] = {}
+        self._call_sites: dict[Hashable, CallSite] = {}
         self._has_warned_of_loss = False
 
-    def are_of_batch(
+    def are_batch_weights(
         self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int], all_sizes: Sequence[int]
     ) -> bool:
         """Returns whether weights belong to the whole batch, not to its parts.
@@ -87,25 +87,25 @@ class GivenNumbers:
             sizes: Number of samples of each of these replicas.
             all_sizes: Number of samples of each replica, including replicas that have passed no weight.
         """
-        place = self._looked_at(key, weights, sizes, sum(all_sizes))
+        site = self._observed(key, weights, sizes, sum(all_sizes))
         is_equal, is_small = len(set(weights)) == 1, len(all_sizes) < self.num_replicas
-        may_be_of_batch = place.is_constant or place.is_in_proportion_to_batch
-        is_certain = place.has_differed or place.has_been_equal or may_be_of_batch or place.is_in_proportion
-        if place.has_differed or place.has_been_equal:
-            answer = not place.has_differed
+        may_be_of_batch = site.is_constant or site.is_in_proportion_to_batch
+        is_certain = site.has_differed or site.has_been_equal or may_be_of_batch or site.is_in_proportion
+        if site.has_differed or site.has_been_equal:
+            answer = not site.has_differed
         else:
-            answer = may_be_of_batch and not place.is_in_proportion
-        if place.answer not in (None, answer):
-            place.warn(
+            answer = may_be_of_batch and not site.is_in_proportion
+        if site.answer not in (None, answer):
+            site.warn(
                 f"{name} was given weights that were treated as weights of the"
-                f" {'whole batch, because they were equal' if place.answer else 'parts of the batch'}, but they are"
+                f" {'whole batch, because they were equal' if site.answer else 'parts of the batch'}, but they are"
                 f" weights {'of the whole batch' if answer else 'of its parts'}. Results of earlier batches are"
                 f" slightly wrong. {_WAY_OUT}"
             )
         if is_equal and (len(set(sizes)) > 1 or is_small):
-            place.answer = answer
+            site.answer = answer
             if not is_certain and is_small:
-                place.warn(
+                site.warn(
                     f"{name} is given weights that change from batch to batch, and this batch has fewer samples than"
                     " replicas. Whether they are weights of the batch or of each replica's part is not known: they"
                     f" are treated as weights of the parts. {_WAY_OUT}"
@@ -114,8 +114,8 @@ class GivenNumbers:
 
     def is_settled(self, key: Hashable) -> bool:
         """Returns whether sums at this call site need no further checks."""
-        place = self._places.get(key)
-        return place is not None and (place.has_differed or place.has_warned)
+        site = self._call_sites.get(key)
+        return site is not None and (site.has_differed or site.has_warned)
 
     def warn_if_added_repeatedly(
         self, key: Hashable, name: str, numbers: Sequence[float], sizes: Sequence[int], are_computed: bool
@@ -129,12 +129,12 @@ class GivenNumbers:
             sizes: Number of samples of each replica.
             are_computed: Whether the numbers are results of a computation, which can be equal by chance.
         """
-        place = self._looked_at(key, numbers, sizes, sum(sizes))
-        if len(sizes) < 2 or place.has_differed or not numbers[0]:
+        site = self._observed(key, numbers, sizes, sum(sizes))
+        if len(sizes) < 2 or site.has_differed or not numbers[0]:
             return
         is_count = all(size and number % size == 0 for number, size in zip(numbers, sizes, strict=True))
-        if place.has_been_equal or (place.is_constant and not place.is_in_proportion) or not (is_count or are_computed):
-            place.warn(
+        if site.has_been_equal or (site.is_constant and not site.is_in_proportion) or not (is_count or are_computed):
+            site.warn(
                 f"{name} is given {numbers[0]:g} by each of {len(sizes)} replicas, and adds that up to"
                 f" {sum(numbers):g}. That is correct for a count per part of the batch, but too large for a count per"
                 " batch. Count per batch in `on_train_batch_end` or a similar hook, which receives the whole batch."
@@ -158,10 +158,10 @@ class GivenNumbers:
                 " of samples, or compute the loss by one of torch's losses, `x.mean()`, or `x.sum() / count`."
             )
 
-    def _looked_at(self, key: Hashable, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> Place:
-        place = self._places.setdefault(key, Place(numbers[0], sizes[0], batch_size))
-        place.look(numbers, sizes, batch_size)
-        return place
+    def _observed(self, key: Hashable, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> CallSite:
+        site = self._call_sites.setdefault(key, CallSite(numbers[0], sizes[0], batch_size))
+        site.observe(numbers, sizes, batch_size)
+        return site
 
 
 _WAY_OUT = (

@@ -23,7 +23,7 @@ _MERGED_BY: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: 
 
 
 @dataclass(frozen=True)
-class Part:
+class MetricPart:
     """A state of which each rank has a part.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Totals:
+class EpochTotals:
     """Values that all ranks have accumulated, the same on each rank.
 
     Attributes:
@@ -48,11 +48,11 @@ class Totals:
         position: Position of ``self.log`` in the epoch.
     """
 
-    parts: list[Part]
+    parts: list[MetricPart]
     position: Any
 
     @classmethod
-    def of(cls, trainer: "pl.Trainer", collectives: Collectives) -> "Totals | None":
+    def gather(cls, trainer: "pl.Trainer", collectives: Collectives) -> "EpochTotals | None":
         """Computes the totals between two steps. Collective: all ranks call it.
 
         Returns:
@@ -81,20 +81,20 @@ class Totals:
         trainer_logging.add_sums_of_logging(trainer, (self.position, logged))
 
 
-def _parts_of(trainer: "pl.Trainer") -> Iterator[Part]:
+def _parts_of(trainer: "pl.Trainer") -> Iterator[MetricPart]:
     _, logged = trainer_logging.sums_of_logging(trainer)
     for key, op in sorted(trainer_logging.merging_of_logging(trainer).items()):
         for state, value in sorted(logged.get(key, {}).items()):
-            yield Part(None, (key, state), op, value)
+            yield MetricPart(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, Metric):
             for state, merged_by in user_modules.merging_of_metric(module).items():
                 value = getattr(module, state)
                 if merged_by in _MERGED_BY and isinstance(value, Tensor) and not value.is_complex():
-                    yield Part(name, (state,), _MERGED_BY[merged_by], value)
+                    yield MetricPart(name, (state,), _MERGED_BY[merged_by], value)
 
 
-def _are_alike(parts: list[Part], device: torch.device, collectives: Collectives) -> bool:
+def _are_alike(parts: list[MetricPart], device: torch.device, collectives: Collectives) -> bool:
     """Returns whether all ranks have the same states. Collective: all ranks call it."""
     said = repr([(part.module, part.key, part.op, tuple(part.value.shape)) for part in parts])
     number = int.from_bytes(blake2b(said.encode(), digest_size=6).digest(), "big")  # exact as a float64
@@ -103,7 +103,7 @@ def _are_alike(parts: list[Part], device: torch.device, collectives: Collectives
     return bool(largest == -smallest)
 
 
-def _reduced(parts: list[Part], op: str, device: torch.device, collectives: Collectives) -> list[Part]:
+def _reduced(parts: list[MetricPart], op: str, device: torch.device, collectives: Collectives) -> list[MetricPart]:
     """Returns the parts with their values over all ranks; minima are computed as maxima of negated values."""
     if not parts:
         return []

@@ -16,9 +16,9 @@ import torch
 
 from lightning_strategies_ext import DDPElasticStrategy
 from lightning_strategies_ext._system import user_cache
-from lightning_strategies_ext.elastic.commit import CommitTooLargeError, Slot
-from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
-from lightning_strategies_ext.elastic.kept import Memory, layout_of
+from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
+from lightning_strategies_ext.elastic.fd_store import RUN_ID, TorchrunJob
+from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
@@ -97,9 +97,9 @@ def test_one_that_is_lost_before_the_first_step_begins_again():
 
 def forget(net: Net) -> None:
     """Kills the process that keeps the commits, and this rank."""
-    job = Job.of_this_process()
+    job = TorchrunJob.of_this_process()
     assert job is not None
-    for process in keepers_below(job.file):
+    for process in stores_below(job.file):
         process.kill()
     kill(net)
 
@@ -201,26 +201,26 @@ RANK = """
 import os, sys, time
 
 parent, until = os.getppid(), time.monotonic() + float(sys.argv[1])
-from lightning_strategies_ext.elastic.keeper import Job, Keeper
+from lightning_strategies_ext.elastic.fd_store import FdStoreClient, TorchrunJob
 
-keeper = Keeper(Job.of_this_process())
-kept = os.memfd_create("kept")
-keeper.keep("0/memory", kept)
-assert [os.path.samestat(os.fstat(fd), os.fstat(kept)) for fd in keeper.find("0/").values()] == [True]
-print("is kept", flush=True)
+store = FdStoreClient(TorchrunJob.of_this_process())
+stored = os.memfd_create("stored")
+store.put("0/memory", stored)
+assert [os.path.samestat(os.fstat(fd), os.fstat(stored)) for fd in store.get_all("0/").values()] == [True]
+print("is stored", flush=True)
 while os.getppid() == parent and time.monotonic() < until:
     time.sleep(0.02)
 """
 
 
-def keepers_below(path: Path) -> list[psutil.Process]:
-    """The keepers with this file, or with one below this directory."""
+def stores_below(path: Path) -> list[psutil.Process]:
+    """The descriptor stores with this file, or with one below this directory."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     return [process for process, command in commands.items() if any(str(path) in part for part in command[3:])]
 
 
 def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
-    """Starts torchrun with a rank that has given memory to a keeper and lives for a time."""
+    """Starts torchrun with a rank that has given memory to a descriptor store and lives for a time."""
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
@@ -230,19 +230,19 @@ def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
-def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
+def test_the_descriptor_store_ends_with_the_agent(tmp_path: Path, ending: str):
     cache = tmp_path / "cache"
     agent = start_agent(tmp_path, 1 if ending == "by itself" else 100)
     try:
-        assert "is kept\n" in agent.stdout
-        assert len(keepers_below(cache)) == 1
+        assert "is stored\n" in agent.stdout
+        assert len(stores_below(cache)) == 1
         if ending == "by SIGKILL":
             agent.kill()
         assert agent.wait() == (0 if ending == "by itself" else -signal.SIGKILL)
     finally:
         kill_tree(agent.pid)
     deadline = time.monotonic() + 30
-    while left := [*keepers_below(cache), *(cache / "keepers").iterdir()]:
+    while left := [*stores_below(cache), *(cache / "fd-stores").iterdir()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -253,7 +253,7 @@ os.setgroups([]), os.setgid(65_500), os.setuid(65_500)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect("\0" + sys.argv[1])
 try:
-    connection.send(b'{"find": ""}')
+    connection.send(b'{"get_all": ""}')
     print(connection.recv(100))
 except OSError:
     print("closed")
@@ -262,11 +262,11 @@ except OSError:
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_keeper_gives_nothing_to_another_user(tmp_path: Path):
+def test_the_descriptor_store_gives_nothing_to_another_user(tmp_path: Path):
     agent = start_agent(tmp_path, 100)
     try:
-        assert "is kept\n" in agent.stdout
-        (file,) = (tmp_path / "cache" / "keepers").iterdir()
+        assert "is stored\n" in agent.stdout
+        (file,) = (tmp_path / "cache" / "fd-stores").iterdir()
         assert file.stat().st_mode & 0o77 == 0
         address = file.read_text()
         assert tmp_path.name not in address
@@ -276,21 +276,24 @@ def test_the_keeper_gives_nothing_to_another_user(tmp_path: Path):
         kill_tree(agent.pid)
 
 
-SLOTS = [Slot(0, torch.Size([3, 5]), torch.float32), Slot(1, torch.Size([]), torch.int64)]
+PLACEHOLDERS = [
+    TensorPlaceholder(0, torch.Size([3, 5]), torch.float32),
+    TensorPlaceholder(1, torch.Size([]), torch.int64),
+]
 
 
 def test_a_commit_that_was_cut_short_is_none():
-    starts_at = layout_of(SLOTS)[1]
-    memory = Memory.create(starts_at)
+    starts_at = layout_of(PLACEHOLDERS)[1]
+    memory = CommitMemory.create(starts_at)
     assert memory.batches == -1
-    memory.begin()
-    memory.tensors(SLOTS)[0].fill_(2.0)
-    memory.end(7, starts_at, b"\x80\x04K\x01.")
-    memory.done = 9
-    found = Memory(os.dup(memory.fd))  # as another process has it
-    assert (found.batches, found.done, found.rest()) == (7, 9, 1)
-    assert found.tensors(SLOTS)[0].tolist() == [[2.0] * 5] * 3
-    memory.begin()
+    memory.begin_write()
+    memory.tensors(PLACEHOLDERS)[0].fill_(2.0)
+    memory.finish_write(7, starts_at, b"\x80\x04K\x01.")
+    memory.steps_done = 9
+    found = CommitMemory(os.dup(memory.fd))  # as another process has it
+    assert (found.batches, found.steps_done, found.metadata()) == (7, 9, 1)
+    assert found.tensors(PLACEHOLDERS)[0].tolist() == [[2.0] * 5] * 3
+    memory.begin_write()
     assert found.batches == -1
     for each in (memory, found):
         each.close()
@@ -298,7 +301,7 @@ def test_a_commit_that_was_cut_short_is_none():
 
 def test_one_that_does_not_fit_is_refused():
     with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
-        Memory.create(1 << 50)
+        CommitMemory.create(1 << 50)
 
 
 # --- arguments ---
@@ -320,6 +323,6 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch):
     ],
 )
 def test_arguments_that_cannot_work_are_refused(monkeypatch, arguments, error, message):
-    monkeypatch.setattr(Job, "of_this_process", lambda: Job("none", os.getpid(), 0.0))
+    monkeypatch.setattr(TorchrunJob, "of_this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
     with pytest.raises(error, match=message):
         DDPElasticStrategy(**arguments)

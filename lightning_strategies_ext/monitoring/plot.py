@@ -21,7 +21,7 @@ _MAX_RANKS = 32
 _MIN_WIDTH = 1 / 2000
 
 
-def draw(spans: Sequence[Span], path: Path) -> None:
+def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     """Draws two rows over time for each of the first :data:`_MAX_RANKS` ranks.
 
     Raises:

@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext.elastic.membership import Member
 
-_LEFT = 128 + 15
+_SIGTERM_EXIT_CODE = 128 + 15
 
 
 class RestartListener:
@@ -18,7 +18,7 @@ class RestartListener:
         """A no-op."""
 
 
-class RestartedMembership:
+class TorchrunMembership:
     """A :class:`.membership.Membership` for the life of this process, which is in one world.
 
     Args:
@@ -39,13 +39,13 @@ class RestartedMembership:
         Raises:
             SIGTERMException: Always, so that the exit code makes torchrun restart the ranks.
         """
-        raise SIGTERMException(_LEFT)
+        raise SIGTERMException(_SIGTERM_EXIT_CODE)
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Not called, because :meth:`next_rank` raises."""
         raise NotImplementedError
 
-    def leave(self, *, agreed: bool) -> None:
+    def leave(self, *, is_coordinated: bool) -> None:
         """A no-op: the process group ends with the process."""
 
     def is_peer_loss(self, error: BaseException) -> bool:

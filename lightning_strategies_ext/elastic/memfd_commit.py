@@ -1,4 +1,4 @@
-"""Commits in memory that outlives the process, see :mod:`.keeper`.
+"""Commits in memory that outlives the process, see :mod:`.fd_store`.
 
 Each rank has one memory file, which each commit overwrites in place: the tensors, and a pickle of all other state. A
 header, written last, states whether the commit is complete. A rank that is killed during a commit leaves an incomplete
@@ -23,18 +23,18 @@ from lightning_strategies_ext._lightning import trainer_logging
 from lightning_strategies_ext._system.gpu_sync import copy_to_host
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, Shared, Slot
-from lightning_strategies_ext.elastic.keeper import Keeper
+from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, SharedState, TensorPlaceholder
+from lightning_strategies_ext.elastic.fd_store import FdStoreClient
 
 _MAGIC = b"lse-0001"
 _HEADER = struct.Struct("<8sQqQQ")  # magic, whether the commit is complete, batches, start of the pickle, its size
-_DONE = struct.Struct("<q")  # optimizer steps that the rank has done, also since the commit
-_DONE_AT = 64  # bytes
+_STEPS_DONE = struct.Struct("<q")  # optimizer steps that the rank has done, also since the commit
+_STEPS_DONE_OFFSET = 64  # bytes
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
-class Memory:
+class CommitMemory:
     """Memory file with a commit.
 
     Args:
@@ -50,7 +50,7 @@ class Memory:
         self.head = mmap.mmap(fd, _HEADER_BYTES)
 
     @classmethod
-    def create(cls, num_bytes: int) -> "Memory":
+    def create(cls, num_bytes: int) -> "CommitMemory":
         """Allocates a memory file.
 
         Args:
@@ -83,48 +83,48 @@ class Memory:
         return int(batches) if magic == _MAGIC and is_whole else -1
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Number of optimizer steps that the rank has done, also since the commit."""
-        return int(_DONE.unpack_from(self.head, _DONE_AT)[0])
+        return int(_STEPS_DONE.unpack_from(self.head, _STEPS_DONE_OFFSET)[0])
 
-    @done.setter
-    def done(self, steps: int) -> None:
-        _DONE.pack_into(self.head, _DONE_AT, steps)
+    @steps_done.setter
+    def steps_done(self, steps: int) -> None:
+        _STEPS_DONE.pack_into(self.head, _STEPS_DONE_OFFSET, steps)
 
-    def begin(self) -> None:
+    def begin_write(self) -> None:
         """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.head, 0, _MAGIC, 0, -1, 0, 0)
 
-    def end(self, batches: int, start: int, rest: bytes) -> None:
+    def finish_write(self, batches: int, start: int, metadata: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
             batches: Number of batches done.
             start: Offset of the end of the tensors, in bytes.
-            rest: Pickle of the state.
+            metadata: Pickle of the state.
         """
-        os.posix_fallocate(self.fd, start, len(rest))
-        view = memoryview(rest)
+        os.posix_fallocate(self.fd, start, len(metadata))
+        view = memoryview(metadata)
         at = start
         while view:
             written = os.pwrite(self.fd, view, at)
             view, at = view[written:], at + written
-        _HEADER.pack_into(self.head, 0, _MAGIC, 1, batches, start, len(rest))
+        _HEADER.pack_into(self.head, 0, _MAGIC, 1, batches, start, len(metadata))
 
-    def rest(self) -> Any:
+    def metadata(self) -> Any:
         """Returns the pickled state. Safe to load: the store accepts descriptors from processes of this user only."""
         _, _, _, start, size = self._header()
         return pickle.loads(os.pread(self.fd, size, start))
 
-    def tensors(self, slots: Sequence[Slot]) -> list[Tensor]:
+    def tensors(self, placeholders: Sequence[TensorPlaceholder]) -> list[Tensor]:
         """Returns the tensors, which share the file's memory."""
-        starts, end = layout_of(slots)
+        starts, end = layout_of(placeholders)
         mapping = mmap.mmap(self.fd, end)
         return [
-            torch.frombuffer(mapping, dtype=slot.dtype, count=slot.shape.numel(), offset=start).view(slot.shape)
-            if slot.shape.numel()
-            else torch.empty(slot.shape, dtype=slot.dtype)
-            for slot, start in zip(slots, starts, strict=True)
+            torch.frombuffer(mapping, dtype=each.dtype, count=each.shape.numel(), offset=start).view(each.shape)
+            if each.shape.numel()
+            else torch.empty(each.shape, dtype=each.dtype)
+            for each, start in zip(placeholders, starts, strict=True)
         ]
 
     def close(self) -> None:
@@ -147,108 +147,117 @@ def _create_file() -> int:
             return os.dup(file.fileno())
 
 
-def layout_of(slots: Sequence[Slot]) -> tuple[list[int], int]:
+def layout_of(placeholders: Sequence[TensorPlaceholder]) -> tuple[list[int], int]:
     """Returns the offsets of tensors in a memory file, and the end of the last one, in bytes."""
     starts, end = [], _HEADER_BYTES
-    for slot in slots:
+    for each in placeholders:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        end = starts[-1] + slot.shape.numel() * slot.dtype.itemsize
+        end = starts[-1] + each.shape.numel() * each.dtype.itemsize
     return starts, end
 
 
-class KeptCommit(Commit):
+class MemfdCommit(Commit):
     """Newest state that a rank can restore, also in a restarted process.
 
     Args:
-        keeper: Connection to the descriptor store of this host.
-        fit: Number of the ``fit`` in this process.
+        fd_store: Connection to the descriptor store of this host.
+        fit_number: Number of the ``fit`` in this process.
         rank: Global rank.
         world_size: Number of ranks.
         local_rank: Local rank.
         num_local_ranks: Number of ranks of this host.
 
     Attributes:
-        done: Number of optimizer steps that the ranks of this host had done before their restart; -1 without a commit.
+        steps_done: Number of optimizer steps that the ranks of this host had done before their restart; -1 without
+            a commit.
     """
 
-    cure = "Start fewer ranks per host (`--nproc-per-node`)"
+    remedy = "Start fewer ranks per host (`--nproc-per-node`)"
     _can_be_pinned = False  # memory files are not pinned
 
     def __init__(
-        self, keeper: Keeper, fit: int, rank: int, world_size: int, local_rank: int, num_local_ranks: int
+        self,
+        fd_store: FdStoreClient,
+        fit_number: int,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        num_local_ranks: int,
     ) -> None:
         super().__init__(num_local_ranks)
-        self._keeper = keeper
-        self._prefix = f"fit{fit}/"
+        self._fd_store = fd_store
+        self._prefix = f"fit{fit_number}/"
         self._name = str(local_rank)
         self._rank, self._world_size = rank, world_size
-        self._memory: Memory | None = None
-        self._slots: list[Slot] | None = None  # of `_memory`, as are `_views`
+        self._memory: CommitMemory | None = None
+        self._placeholders: list[TensorPlaceholder] | None = None  # of `_memory`, as are `_views`
         self._views: list[Tensor] = []
-        self.done = -1
+        self.steps_done = -1
         self._load()
 
     def _load(self) -> None:
         """Loads the newest complete commit of this host; prefers this rank's own commit among equally new ones."""
-        found = {name: Memory(fd) for name, fd in self._keeper.find(self._prefix).items()}
+        found = {name: CommitMemory(fd) for name, fd in self._fd_store.get_all(self._prefix).items()}
         newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
         if newest is not None and found[newest].batches >= 0:
-            self.shared, rank, self._random, self._own = found[newest].rest()
+            self.shared, rank, self._random, self._local_state = found[newest].metadata()
             assert self.shared is not None
-            self._tensors = found[newest].tensors(self.shared.slots)
-            self.done = max(memory.done for memory in found.values())
+            self._tensors = found[newest].tensors(self.shared.placeholders)
+            self.steps_done = max(memory.steps_done for memory in found.values())
             if (rank, self.shared.world_size) != (self._rank, self._world_size):
-                self._random = self._own = None
+                self._random = self._local_state = None
         for name, memory in found.items():
             if name == self._name == newest and self.shared is not None:
-                self._memory, self._slots, self._views = memory, self.shared.slots, self._tensors
+                self._memory, self._placeholders, self._views = memory, self.shared.placeholders, self._tensors
             else:
                 memory.close()
 
-    def _copy_own(self, trainer: "pl.Trainer") -> Any:
+    def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
         modules = trainer.lightning_module.named_modules()
         metrics = {name: dict(module.metric_state) for name, module in modules if isinstance(module, Metric)}
         return metrics, trainer_logging.sums_of_logging(trainer)
 
-    def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
-        metrics, sums = own
+    def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
+        metrics, sums = local_state
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
                 setattr(module, state, list(value) if isinstance(value, list) else value.clone())
         trainer_logging.set_sums_of_logging(trainer, sums)
 
-    def note(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Records the number of optimizer steps done, which a restarted process reads."""
         if self._memory is not None:
-            self._memory.done = step
+            self._memory.steps_done = step
 
-    def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
+    def capture_final(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
         """Commits at the end of ``fit``, so that no step is repeated if a later stage fails."""
-        self.take(trainer, first_world_size, collectives)
+        self.capture(trainer, first_world_size, collectives)
 
-    def _write(self, shared: Shared, found: list[Tensor]) -> None:
+    def _write(self, shared: SharedState, found: list[Tensor]) -> None:
         try:
-            rest = pickle.dumps((shared, self._rank, self._random, self._own), protocol=pickle.HIGHEST_PROTOCOL)
+            metadata = pickle.dumps(
+                (shared, self._rank, self._random, self._local_state), protocol=pickle.HIGHEST_PROTOCOL
+            )
         except Exception as error:
             raise RuntimeError(
                 f"The state of this run cannot be stored for restarted ranks: {error}. Make sure that the state that"
                 " callbacks and modules put into checkpoints can be pickled."
             ) from error
-        memory, starts_at = self._memory, layout_of(shared.slots)[1]
-        is_new = memory is None or self._slots != shared.slots
+        memory, starts_at = self._memory, layout_of(shared.placeholders)[1]
+        is_new = memory is None or self._placeholders != shared.placeholders
         if memory is None or is_new:
-            memory = Memory.create(starts_at)
-            self._views = memory.tensors(shared.slots)
-        memory.begin()
+            memory = CommitMemory.create(starts_at)
+            self._views = memory.tensors(shared.placeholders)
+        memory.begin_write()
         copy_to_host(found, self._views, may_pin=False)
-        memory.end(shared.batches, starts_at, rest)
-        memory.done = shared.step
+        memory.finish_write(shared.batches, starts_at, metadata)
+        memory.steps_done = shared.step
         self.shared, self._tensors = shared, self._views
         if is_new:
-            self._keeper.keep(self._prefix + self._name, memory.fd)
+            self._fd_store.put(self._prefix + self._name, memory.fd)
             if self._memory is not None:
                 self._memory.close()
             else:
                 size = starts_at / 2**20
                 rank_zero_info(f"Each commit has {size:.0f} MiB; each rank stores one on its host.")
-            self._memory, self._slots = memory, shared.slots
+            self._memory, self._placeholders = memory, shared.placeholders

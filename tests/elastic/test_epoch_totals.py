@@ -8,7 +8,7 @@ import torch
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lightning_strategies_ext.elastic.totals import Totals
+from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
 
@@ -30,7 +30,7 @@ class Counts(MLP):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.is_taken and batch_idx == BATCH:
-            self.totals = Totals.of(self.trainer, self.trainer.strategy.collectives)
+            self.totals = EpochTotals.gather(self.trainer, self.trainer.strategy.collectives)
             if self.totals is not None:
                 self.totals.restore(self.trainer, self.global_rank)
 
