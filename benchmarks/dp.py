@@ -7,7 +7,7 @@
 One process, whole batches of 64 samples, SGD, data in memory. Cases: a 64-h-h-10 MLP per width, one width with a
 metric logged in every step, and the small convolutional net of ``examples/digits.py``. The plain loop is Lightning's
 Trainer with ``strategy="auto", devices=1``. Beside it on the CPU: one replica; two that take turns, as they do by
-default there; two at once (``DataParallelStrategy(take_turns=False)``). On GPUs, if there are any: one replica and, if
+default there; two at once (``DataParallelStrategy(sequential=False)``). On GPUs, if there are any: one replica and, if
 there are two GPUs, two replicas and a hand-written loop around ``torch.nn.DataParallel``. What this machine cannot
 measure is said below the tables.
 
@@ -83,7 +83,7 @@ def arenas() -> list[Arena]:
                 SINGLE: partial(on_cpu, "auto", devices=1),
                 f"{OURS} 1": partial(on_cpu, OURS, devices=1),
                 f"{OURS} 2 in turn": partial(on_cpu, OURS, devices=2),
-                f"{OURS} 2 at once": partial(on_cpu, partial(DataParallelStrategy, take_turns=False), devices=2),
+                f"{OURS} 2 at once": partial(on_cpu, partial(DataParallelStrategy, sequential=False), devices=2),
             },
         )
     ]

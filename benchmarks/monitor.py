@@ -72,7 +72,7 @@ def callbacks_in(directory: str) -> dict[str, Callable[[], list[pl.Callback]]]:
     return {
         PLAIN: list,
         HOOKS: lambda: [EmptyCallback()],
-        MONITORED: lambda: [CommunicationMonitor(EVERY_N_STEPS, directory=directory, picture=False)],
+        MONITORED: lambda: [CommunicationMonitor(EVERY_N_STEPS, dirpath=directory, plot=False)],
     }
 
 

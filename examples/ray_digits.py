@@ -54,7 +54,7 @@ def main() -> None:
     strategy = DDPRayStrategy(
         num_workers=arguments.workers,
         num_cpus_per_worker=arguments.cpus,
-        placement=arguments.placement,
+        placement_strategy=arguments.placement,
         address=arguments.address,
     )
     trainer = pl.Trainer(

@@ -2,18 +2,30 @@
 
 import platform
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import wraps
 from typing import Any, Literal
 
 import torch
 import torch.multiprocessing
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from typing_extensions import ParamSpec
 
 from lightning_strategies_ext.launch.processes.process_settings import is_interactive
 from lightning_strategies_ext.registry import UnavailableHereError
 
+P = ParamSpec("P")
+
+#: Argument in earlier versions → its name.
+_RENAMED = {
+    "patience": "hang_timeout",
+    "placement": "placement_strategy",
+    "take_turns": "sequential",
+    "directory": "dirpath",
+    "picture": "plot",
+}
 #: Method that starts the other processes of a host.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 #: Default timeout of the rendezvous and of every collective.
@@ -49,8 +61,23 @@ def check_no_old_names(cls: type, names: Iterable[str]) -> None:
     Raises:
         TypeError: If an argument has been renamed.
     """
-    if "patience" in names:
-        raise TypeError(f"`{cls.__name__}(patience=...)`: the argument was renamed. Use `hang_timeout=...`.")
+    for name in names:
+        if name in _RENAMED:
+            raise TypeError(f"`{cls.__name__}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
+
+
+def rejects_old_names(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Returns a constructor that rejects arguments by their names in earlier versions, with the same signature.
+
+    For classes whose constructor takes no ``**kwargs``; others call :func:`check_no_old_names`.
+    """
+
+    @wraps(constructor)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        check_no_old_names(type(args[0]), kwargs)
+        constructor(*args, **kwargs)
+
+    return checked
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

@@ -139,7 +139,7 @@ def loader_states(trainer: Any) -> list[dict[str, Any]]:
     return states if trainer.fit_loop.restarting else []
 
 
-def states_of_loaders(trainer: Any) -> list[dict[str, Any]]:
+def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
     """Returns the states of the training DataLoaders of ``fit`` that have states, as in a checkpoint.
 
     ``FitLoop.on_save_checkpoint`` gets them from ``_combined_loader``, in the process that ran the stage (2.5 to 2.6).

@@ -172,7 +172,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             self.num_nodes,
         )
         store = process_group.default_store() if self.world_size > 1 else None
-        self._end_together(self.global_rank, self.world_size, store, disconnect, DefaultGroupProgress())
+        self._start_failure_monitor(self.global_rank, self.world_size, store, disconnect, DefaultGroupProgress())
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

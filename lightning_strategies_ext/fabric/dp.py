@@ -13,7 +13,7 @@ from torch.nn import DataParallel, Module
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
 from lightning_strategies_ext.checkpoints import whole_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
@@ -37,7 +37,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         precision: Precision plugin; from ``Fabric(precision=...)`` if None.
         scatter: Function that splits the first input of the module if it has no first dimension to split.
             ``scatter(batch, num_replicas)`` returns at most ``num_replicas`` pairs of a part and its number of samples.
-        take_turns: Whether replicas run one after the other; by default, only on the CPU.
+        sequential: Whether replicas run one after the other; by default, only on the CPU.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -49,6 +49,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         model, optimizer = fabric.setup(model, optimizer)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -56,13 +57,13 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         scatter: Scatter | None = None,
-        take_turns: bool | None = None,
+        sequential: bool | None = None,
     ) -> None:
         check_plugins(accelerator, None, checkpoint_io)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         check_replica_devices(parallel_devices)
-        check_scatter(scatter, take_turns)
+        check_scatter(scatter, sequential)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -70,9 +71,9 @@ class DataParallelStrategy(FabricDataParallelStrategy):
             precision=precision,
         )
         self._scatter = scatter
-        self._take_turns = take_turns
+        self._sequential = sequential
         self._num_nodes = 1
-        self._backward_sync_control = _NothingToSync()
+        self._backward_sync_control = _NoBackwardSync()
 
     checkpoint_io = whole_checkpoint_io
 
@@ -125,7 +126,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
             ValueError: If the module cannot be replicated.
         """
         assert self.parallel_devices
-        return ReplicatedModule(module, self.parallel_devices, self._scatter, self._take_turns)
+        return ReplicatedModule(module, self.parallel_devices, self._scatter, self._sequential)
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -180,7 +181,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
 
-class _NothingToSync(strategy_parts.BackwardSyncControl):
+class _NoBackwardSync(strategy_parts.BackwardSyncControl):
     """A no-op: each backward pass adds the gradients of replicas on the root device, without an exchange."""
 
     @override

@@ -114,8 +114,8 @@ class HorovodStrategy(ParallelStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._exchanges: list[GradientExchange] = []
         self._buffers: list[_Buffers] = []
-        self._hold_back = _HoldBack()
-        self._backward_sync_control = self._hold_back
+        self._backward_sync = _HorovodBackwardSync()
+        self._backward_sync_control = self._backward_sync
 
         from lightning_strategies_ext.horovod.collectives import HorovodCollectives  # needs Horovod
 
@@ -166,7 +166,7 @@ class HorovodStrategy(ParallelStrategy):
         collectives = HorovodCollectives(lambda: device)  # without a reference to the strategy
         MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
-        self._end_together(self.global_rank, self.world_size, store, runtime.let_go, CollectiveProgress())
+        self._start_failure_monitor(self.global_rank, self.world_size, store, runtime.let_go, CollectiveProgress())
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -182,7 +182,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
         wrapped = _Wrapped(module)
-        self._hold_back.exchanges[id(wrapped)] = exchange
+        self._backward_sync.exchanges[id(wrapped)] = exchange
         if any(True for _ in module.buffers()):
             buffers = _Buffers(module, exchange, self.collectives, self._options.process_set, self._broadcast_buffers)
             self._buffers.append(buffers)
@@ -305,7 +305,7 @@ def _leave(module: Module, args: Any) -> None:
     """A no-op."""
 
 
-class _HoldBack(strategy_parts.BackwardSyncControl):
+class _HorovodBackwardSync(strategy_parts.BackwardSyncControl):
     """Disables the gradient exchange of one module."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 When a rank fails or does not start, all ranks exit. Fabric has no hook for an exception in the user's loop. In a
 script, ``sys.excepthook`` receives uncaught exceptions; in a worker, its task does. For stops after a signal, the loop
-calls ``stopping_together``.
+calls ``coordinated_stop``.
 """
 
 import signal
@@ -60,7 +60,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         **kwargs: Any,
     ) -> None:
         self._hang_timeout_s = check_hang_timeout(hang_timeout)
-        self._world = StageContext(self._engine)
+        self._stage_context = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
 
@@ -117,31 +117,31 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     @property
     def has_joined(self) -> bool:
         """Whether this process has joined other ranks; False for a rank without peers."""
-        return self._world.failure_monitor is not None
+        return self._stage_context.failure_monitor is not None
 
     def announce_failure(self, exception: BaseException) -> None:
         """Announces to the other ranks that this rank has failed, and kills ranks of this host that do not exit.
 
         Ctrl-C is not a failure: all ranks receive it.
         """
-        world = self._world
+        world = self._stage_context
         world.mark_failed(exception, world.rank, world.size)
         if world.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
             world.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
 
     def explain_exception(self, exception: BaseException) -> BaseException:
         """Returns the exception to show: the given one, or the failure of another rank that made a collective raise."""
-        return self._world.explain_exception(exception)
+        return self._stage_context.explain_exception(exception)
 
     @contextmanager
-    def stopping_together(self, signum: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
+    def coordinated_stop(self, signum: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
         """Makes a signal on any rank stop the loops of all ranks before the same step, without blocking training.
 
         All ranks enter the block, and call the yielded function before each step::
 
-            with fabric.strategy.stopping_together() as must_stop:
+            with fabric.strategy.coordinated_stop() as should_stop:
                 for batch in loader:
-                    if must_stop():
+                    if should_stop():
                         fabric.save("stopped.ckpt", state)
                         break
                     ...
@@ -160,14 +160,14 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             RuntimeError: If it is called before ``fabric.launch()``, or not in the main thread, which handles signals
                 in Python.
         """
-        world = self._world
+        world = self._stage_context
         if self.world_size > 1 and not self.has_joined:
             raise RuntimeError(
-                "`stopping_together` was called before the ranks were connected. Call `fabric.launch()` first."
+                "`coordinated_stop` was called before the ranks were connected. Call `fabric.launch()` first."
             )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "`stopping_together` was called in a thread that cannot handle signals. Call it in the main thread."
+                "`coordinated_stop` was called in a thread that cannot handle signals. Call it in the main thread."
             )
         usual = signal.signal(signum, lambda *_: world.request_stop())
         try:
@@ -186,13 +186,13 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # The stage context belongs to this process: a worker creates another one.
-        return {name: value for name, value in vars(self).items() if name != "_world"}
+        return {name: value for name, value in vars(self).items() if name != "_stage_context"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._world = StageContext(self._engine)
+        self._stage_context = StageContext(self._engine)
 
-    def _end_together(
+    def _start_failure_monitor(
         self,
         rank: int,
         world_size: int,
@@ -200,12 +200,12 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         wake: Callable[[Sequence[Peer]], None],
         progress: CollectiveProgress,
     ) -> None:
-        self._world = StageContext(self._engine, rank, world_size, store, previous=self._world)
+        self._stage_context = StageContext(self._engine, rank, world_size, store, previous=self._stage_context)
         if store is None:
             return
-        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
-        assert self._world.failure_monitor is not None
-        self._world.failure_monitor.set_step_source(lambda: "the loop under Fabric")
+        self._stage_context.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
+        assert self._stage_context.failure_monitor is not None
+        self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
         install_excepthook(self._fail_with)
 
     def _fail_with(self, exception: BaseException) -> BaseException:

@@ -392,7 +392,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if is_fitting and layer_sync is not None:
             self._check_batch_norm(self.model)
             self.model = layer_sync.apply(self.model)
-        has_same_model = not is_fitting and self._all_have_module_as_sent()
+        has_same_model = not is_fitting and self._is_module_unchanged_everywhere()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if is_fitting:
@@ -410,13 +410,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
-        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
-        self._agree_on_sigterm(trainer, is_requested=must_stop)
-        if self._world.failure_monitor is not None:
-            self._world.handle_stage_exits(is_job=self._worker is None)
+        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
+        self._start_stop_agreement(trainer, is_requested=must_stop)
+        if self._stage_context.failure_monitor is not None:
+            self._stage_context.handle_stage_exits(is_job=self._worker is None)
         self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
+            self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
@@ -430,7 +430,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         share = None if self._uneven_inputs == "error" else Share()
-        self._world.gradient_exchange = DDPExchange(ddp_model, share or Share())
+        self._stage_context.gradient_exchange = DDPExchange(ddp_model, share or Share())
         context = FeatureContext(
             self._gradient_sync,
             {**self._ddp_kwargs},
@@ -473,7 +473,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _all_have_module_as_sent(self) -> bool:
+    def _is_module_unchanged_everywhere(self) -> bool:
         # If so, a broadcast would change nothing, but copy the memory pages that workers share. Workers of other hosts
         # have received their module from another main process.
         if self._worker is None or self.num_nodes > 1:
@@ -513,8 +513,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
             RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
         """
-        if self._world.uneven_inputs is not None:
-            self._world.uneven_inputs.before_backward()
+        if self._stage_context.uneven_inputs is not None:
+            self._stage_context.uneven_inputs.before_backward()
         for before_backward in self._features.before_backward:
             before_backward(closure_loss)
 
@@ -527,8 +527,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """
         for after_backward in self._features.after_backward:
             after_backward()
-        if self._world.uneven_inputs is not None:
-            self._world.uneven_inputs.after_backward()
+        if self._stage_context.uneven_inputs is not None:
+            self._stage_context.uneven_inputs.after_backward()
 
     @override
     def optimizer_step(
@@ -564,7 +564,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         Returns:
             Whether the models are equal.
         """
-        if self._world.local_collectives is not None:
+        if self._stage_context.local_collectives is not None:
             return False
         self._features.synchronize()
         return True
@@ -597,7 +597,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         states: Mapping[str, Any] = {}
         if optimizer is self.optimizers[0]:
             states = self.exchange_state or {}
-            if self._world.local_collectives is None:
+            if self._stage_context.local_collectives is None:
                 states = self._features.state_dict() or states  # before the optimizer's, which it may change
         return {**super().optimizer_state(optimizer), **states}
 

@@ -46,7 +46,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         num_gpus_per_worker: Number of GPUs that Ray reserves per worker, at most 1; if None, 1 for a Trainer on GPUs
             and 0 otherwise.
         resources_per_worker: Further resources that each worker requires: name in the cluster → amount.
-        placement: "PACK" places workers on as few hosts as possible, "SPREAD" on as many as possible.
+        placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many as possible.
         address: Address of the cluster: "auto" for the cluster of this host, ``"host:port"`` for another cluster,
             "local" for Ray on this host, which ends with the workers, or ``"ray://host:port"`` for a cluster that does
             not include this host (Ray Client). If None: the cluster to which this process is connected (``ray.init``),
@@ -75,7 +75,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
     """
 
     elastic_class = "ddp_ray_elastic:DDPRayElasticStrategy"
-    _may_change = False  # whether workers may change during `fit`
+    _is_elastic = False  # whether workers may change during `fit`
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float | None = None,
         resources_per_worker: Mapping[str, float] | None = None,
-        placement: PlacementStrategy = "PACK",
+        placement_strategy: PlacementStrategy = "PACK",
         address: str | None = None,
         runtime_env: dict[str, Any] | None = None,
         environment_variables: Sequence[str] | None = None,
@@ -93,7 +93,9 @@ class DDPRayStrategy(DDPSpawnStrategy):
             value = kwargs.pop(name, default)
             if value != default:
                 raise ValueError(f"`{name}={value!r}` cannot be combined with `ddp_ray_ext`: {why}. Omit the argument.")
-        check_resource_arguments(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
+        check_resource_arguments(
+            num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement_strategy
+        )
         if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
             raise ValueError(
                 f"`num_gpus_per_worker={num_gpus_per_worker!r}`: a worker computes on one GPU. Use one worker per GPU"
@@ -109,11 +111,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
         self._num_cpus = num_cpus_per_worker
         self._num_gpus = num_gpus_per_worker
         self._resources = dict(resources_per_worker or {})
-        self._placement: PlacementStrategy = placement
+        self._placement_strategy: PlacementStrategy = placement_strategy
         self._address = address
         self._runtime_env = runtime_env
         self._environment_variables = environment_variables
-        self._signs: list[str] = []
+        self._probe_files: list[str] = []
 
     # --- environment, launch ---
 
@@ -122,7 +124,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         if self.num_nodes > 1:
             raise ValueError(
                 f"`num_nodes={self.num_nodes}`: Ray decides on which hosts workers run. Omit the argument and pass"
-                " `num_workers` to the strategy, with `placement='SPREAD'` for as many hosts as possible."
+                " `num_workers` to the strategy, with `placement_strategy='SPREAD'` for as many hosts as possible."
             )
         devices = self.parallel_devices or [torch.device("cpu")]
         if self._num_workers is not None:
@@ -140,15 +142,21 @@ class DDPRayStrategy(DDPSpawnStrategy):
         modules = (pl.__name__, __name__)
         variables = self._environment_variables
         return RayStarter(
-            self._demand(), self._address, self._runtime_env, variables, self._wait_s, modules, self._may_change
+            self._resource_demand(),
+            self._address,
+            self._runtime_env,
+            variables,
+            self._placement_timeout_s,
+            modules,
+            self._is_elastic,
         )
 
     @property
-    def _wait_s(self) -> float:
+    def _placement_timeout_s(self) -> float:
         """Timeout for resources of the cluster, in seconds."""
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def _demand(self) -> ResourceDemand:
+    def _resource_demand(self) -> ResourceDemand:
         is_on_gpus = self.parallel_devices is not None and self.parallel_devices[0].type == "cuda"
         num_gpus = float(is_on_gpus) if self._num_gpus is None else self._num_gpus
         if num_gpus and not is_on_gpus:
@@ -161,19 +169,19 @@ class DDPRayStrategy(DDPSpawnStrategy):
                 "`num_gpus_per_worker=0`, but the Trainer computes on GPUs. Omit the argument, or use"
                 " `Trainer(accelerator='cpu')`."
             )
-        return ResourceDemand(self._num_cpus, num_gpus, self._resources, self._placement)
+        return ResourceDemand(self._num_cpus, num_gpus, self._resources, self._placement_strategy)
 
     @contextmanager
     @override
     def wrap_stage(self, trainer: "pl.Trainer") -> Generator[None, None, None]:
         """Creates an empty file in each output directory of the stage, so that workers can check for shared storage."""
         with ExitStack() as files:
-            self._signs = []
-            for directory in _written_to(trainer):
+            self._probe_files = []
+            for directory in _output_directories(trainer):
                 with suppress(OSError):  # the worker raises the error when it writes there
                     os.makedirs(directory, exist_ok=True)
                     file = files.enter_context(tempfile.NamedTemporaryFile(prefix=".ddp_ray_ext-", dir=directory))
-                    self._signs.append(file.name)
+                    self._probe_files.append(file.name)
             yield
 
     # --- in a worker ---
@@ -189,15 +197,15 @@ class DDPRayStrategy(DDPSpawnStrategy):
         super().enter_worker(context)
         rank_info = context.rank_info
         assert rank_info is not None
-        if rank_info.rank == 0 or self._may_change:
-            _check_are_seen(self._signs, rank_info.rank)
+        if rank_info.rank == 0 or self._is_elastic:
+            _check_shared_storage(self._probe_files, rank_info.rank)
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # A worker sees only the GPUs that Ray has assigned to it.
         self._set_rank_info(rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
 
 
-def _written_to(trainer: "pl.Trainer") -> list[str]:
+def _output_directories(trainer: "pl.Trainer") -> list[str]:
     """Returns the directories of a stage's checkpoints and loggers, except those at URLs."""
     found: list[Any] = [trainer.default_root_dir] if trainer.loggers or trainer.checkpoint_callbacks else []
     found += [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
@@ -205,7 +213,7 @@ def _written_to(trainer: "pl.Trainer") -> list[str]:
     return [path for path in dict.fromkeys(str(path) for path in found if path) if "://" not in path]
 
 
-def _check_are_seen(signs: list[str], rank: int) -> None:
+def _check_shared_storage(signs: list[str], rank: int) -> None:
     for sign in signs:
         if not os.path.exists(sign):
             cure = "add CPUs of the main process's host to the cluster, so that rank 0 runs there"

@@ -50,7 +50,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
     """
 
     strategy_name = "ddp_ray_elastic_ext"
-    _may_change = True
+    _is_elastic = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +60,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
                 " process, which they cannot reach through Ray Client. Run the script in the cluster, or omit"
                 " `elastic`."
             )
-        self.restart_policy = replace(self.restart_policy, wait_timeout_s=self._wait_s)
+        self.restart_policy = replace(self.restart_policy, wait_timeout_s=self._placement_timeout_s)
 
     # --- in a worker ---
 
@@ -69,14 +69,14 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         """Extends :meth:`.DDPRayStrategy.enter_worker`: subscribes to notifications of lost peers."""
         super().enter_worker(context)
         if context.channel is not None:
-            cast("MainLink", context.channel).on_peer_loss = self._cut_off
+            cast("MainLink", context.channel).on_peer_loss = self._abort_world
 
     @override
-    def _be_one_of_many(self) -> None:
+    def _become_joining_rank(self) -> None:
         launching.say_rank(self.global_rank)  # the rank of its WorkerRankInfo
 
     @override
-    def _be_rank(self, rank: int, world_size: int) -> None:
+    def _set_rank(self, rank: int, world_size: int) -> None:
         assert self._worker is not None
         assert self._worker.rank_info is not None
         members = self.membership.members
@@ -85,9 +85,9 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _disconnect(self) -> None:
-        disconnect(self._others, by_host=False)  # some connections to other hosts are Ray's
+        disconnect(self._other_peers, by_host=False)  # some connections to other hosts are Ray's
 
-    def _cut_off(self, world: int) -> None:
+    def _abort_world(self, world: int) -> None:
         """Disconnects this rank from a world with a lost peer, for which it may be waiting. Runs in its own thread."""
         membership = self._membership
         if membership is not None and membership.is_member_of(world):

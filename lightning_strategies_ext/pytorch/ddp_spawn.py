@@ -84,7 +84,7 @@ class DDPSpawnStrategy(DDPStrategy):
         super().__init__(*args, start_method=start_method, **kwargs)  # type: ignore[misc]  # not among `args`
         self._wants_sync_batchnorm = False
         self.keep_workers = keep_workers
-        self.states_of_loaders: list[dict[str, Any]] = []
+        self.loader_states: list[dict[str, Any]] = []
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -106,7 +106,7 @@ class DDPSpawnStrategy(DDPStrategy):
         # The Trainer deletes the loaders' iterators next, and with them the positions of loaders such as torchdata's.
         trainer = None if self.lightning_module is None else user_modules.trainer_of(self.lightning_module)
         if trainer is not None and trainer_data.data_fetcher_of(trainer) is not None:
-            self.states_of_loaders = trainer_data.states_of_loaders(trainer)
+            self.loader_states = trainer_data.current_loader_states(trainer)
         super().teardown()
 
     @override
@@ -119,8 +119,8 @@ class DDPSpawnStrategy(DDPStrategy):
             storage_options: Options of the checkpoint plugin.
         """
         loops = checkpoint.get("loops", {})
-        if self.states_of_loaders and "fit_loop" in loops:
-            loops["fit_loop"]["state_dict"].setdefault("combined_loader", self.states_of_loaders)
+        if self.loader_states and "fit_loop" in loops:
+            loops["fit_loop"]["state_dict"].setdefault("combined_loader", self.loader_states)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class DDPSpawnStrategy(DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "states_of_loaders": []}
+        return {**super().__getstate__(), "loader_states": []}
 
 
 class DDPSpawnPlugin(DDPSpawnStrategy):

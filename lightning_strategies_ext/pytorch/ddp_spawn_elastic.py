@@ -158,28 +158,32 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         if not context.is_continuation:
             reset_seed()
         process_group.stop()  # of an earlier stage
-        self._membership = WorkerMembership(context.channel, context.is_joining, self._join, self._part, _is_peer_loss)
+        self._membership = WorkerMembership(
+            context.channel, context.is_joining, self._join, self._leave_group, _is_peer_loss
+        )
         if context.is_joining:
-            self._be_one_of_many()
+            self._become_joining_rank()
         else:
-            rank = self._membership.next_rank(_just_wait)
-            if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
+            rank = self._membership.next_rank(_ignore_wait)
+            if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _ignore_wait):
                 raise RuntimeError("A worker exited before training began.")
             self.apply_rank()
-        self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
+        self._stage_context = StageContext(
+            self._engine, self.global_rank, self.world_size, previous=self._stage_context
+        )
         if context.is_joining:
-            self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+            self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def apply_rank(self) -> None:
         """Sets the rank of this process according to its membership."""
-        self._be_rank(self.membership.rank, len(self.membership.members))
+        self._set_rank(self.membership.rank, len(self.membership.members))
 
-    def _be_one_of_many(self) -> None:
+    def _become_joining_rank(self) -> None:
         """Sets a provisional rank until this process joins the others; not 0, whose work another rank has done."""
-        self._be_rank(max(1, self.local_rank), self.num_processes)
+        self._set_rank(max(1, self.local_rank), self.num_processes)
 
-    def _be_rank(self, rank: int, world_size: int) -> None:
+    def _set_rank(self, rank: int, world_size: int) -> None:
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(world_size)
@@ -216,17 +220,17 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             monitor = elastic_monitor()
             monitor.enter_world(place.rank, peers_of(members), process_group.abort, tracks_exits=True)
 
-    def _part(self, agreed: bool) -> None:
+    def _leave_group(self, agreed: bool) -> None:
         elastic_monitor().leave_world(agreed=agreed)
         if not agreed:
             self._disconnect()
         process_group.stop()
 
     def _disconnect(self) -> None:
-        disconnect(self._others)
+        disconnect(self._other_peers)
 
     @property
-    def _others(self) -> list[Peer]:
+    def _other_peers(self) -> list[Peer]:
         mine = host_identity(), os.getpid()
         peers = [member.peer for member in self.membership.members]
         return [peer for peer in peers if (peer.host, peer.pid) != mine]
@@ -249,13 +253,13 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
         store = self._world_store if self.world_size > 1 else None
         self._detect_hangs(trainer, store, DefaultGroupProgress())
-        self._world = StageContext(
-            self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
+        self._stage_context = StageContext(
+            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
         )
         self.configure_ddp()
-        self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
-        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
-        self._agree_on_sigterm(trainer, is_requested=must_stop)
+        self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
+        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
+        self._start_stop_agreement(trainer, is_requested=must_stop)
 
     @override
     def leave_world(self, *, is_coordinated: bool) -> None:
@@ -316,5 +320,5 @@ def _is_peer_loss(error: BaseException) -> bool:
     return False
 
 
-def _just_wait(waited_s: float) -> None:
+def _ignore_wait(waited_s: float) -> None:
     pass

@@ -24,7 +24,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
 from lightning_strategies_ext.checkpoints import whole_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
@@ -52,7 +52,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         precision_plugin: Precision plugin; from ``Trainer(precision=...)`` if None.
         scatter: Function that splits batches without a first dimension to split. ``scatter(batch, num_replicas)``
             returns at most ``num_replicas`` pairs of a part and its number of samples.
-        take_turns: Whether replicas run one after the other. By default, they do on the CPU only: all threads share
+        sequential: Whether replicas run one after the other. By default, they do on the CPU only: all threads share
             torch's CPU random generator, so that dropout in concurrent replicas would not be reproducible.
 
     Raises:
@@ -67,6 +67,7 @@ class DataParallelStrategy(LightningParallelStrategy):
 
     strategy_name = "dp_ext"
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -74,13 +75,13 @@ class DataParallelStrategy(LightningParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         scatter: Scatter | None = None,
-        take_turns: bool | None = None,
+        sequential: bool | None = None,
     ) -> None:
         check_plugins(accelerator, None, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
         check_replica_devices(parallel_devices)
-        check_scatter(scatter, take_turns)
+        check_scatter(scatter, sequential)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -89,7 +90,7 @@ class DataParallelStrategy(LightningParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._scatter = scatter
-        self._take_turns = take_turns
+        self._sequential = sequential
         self._num_nodes = 1
         self._has_set_aside = False
 
@@ -192,7 +193,7 @@ class DataParallelStrategy(LightningParallelStrategy):
             model,
             self.parallel_devices,
             self._scatter,
-            self._take_turns,
+            self._sequential,
             sync_batchnorm=strategy_parts.layer_sync(self) is not None,
         )
 

@@ -24,7 +24,7 @@ from lightning_strategies_ext.elastic.membership import Membership, peers_of
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
-from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, where_in
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, describe_step
 
 
 class ElasticStrategy(ParallelStrategy, ABC):
@@ -61,25 +61,25 @@ class ElasticStrategy(ParallelStrategy, ABC):
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
         options = self._commit_every_n_steps, self._scale_learning_rate
         self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
-        if self._world.was_stop_requested:
+        if self._stage_context.was_stop_requested:
             self._leave_fit()
-        self._agree_on_sigterm(trainer, is_requested=False)  # without peers, before the training loop
+        self._start_stop_agreement(trainer, is_requested=False)  # without peers, before the training loop
 
     # --- one world after another ---
 
     def activate_collectives(self) -> None:
         """Makes this rank take part in the collectives of its world from now on."""
         self.membership.has_joined = True
-        self._world.local_collectives = None
+        self._stage_context.local_collectives = None
 
     @contextmanager
     def answering_alone(self) -> Generator[None, None, None]:
         """Makes the collectives of this rank local during the block."""
-        self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+        self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
         try:
             yield
         finally:
-            self._world.local_collectives = None
+            self._stage_context.local_collectives = None
 
     @override
     def on_train_start(self) -> None:
@@ -89,7 +89,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
             DifferentModelsError: If the hooks have added different parameters on another rank.
         """
         super().on_train_start()
-        if self._fit is None or self._world.local_collectives is not None:
+        if self._fit is None or self._stage_context.local_collectives is not None:
             return
         self._fit.after_train_start()
         self._follow_added_parameters()
@@ -110,7 +110,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         Args:
             is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
         """
-        self._world.leave() if is_coordinated else self._world.abandon()
+        self._stage_context.leave() if is_coordinated else self._stage_context.abandon()
         self.membership.leave(is_coordinated=is_coordinated)
         elastic_monitor().mark_finished()
 
@@ -119,13 +119,13 @@ class ElasticStrategy(ParallelStrategy, ABC):
         if store is None or self._hang_timeout_s is None:
             elastic_monitor().stop_hang_detection()
             return
-        where, peers = partial(where_in, trainer), peers_of(self.membership.members)
+        where, peers = partial(describe_step, trainer), peers_of(self.membership.members)
         elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._hang_timeout_s, where)
 
     def detach(self) -> None:
         """Makes the collectives of this rank local, so that it can exit while the other ranks continue."""
         elastic_monitor().stop_hang_detection()
-        self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+        self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -163,11 +163,13 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     @override
     def _before_train_step(self) -> None:
-        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._world)
+        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._stage_context)
 
     @override
     def _before_evaluation_step(self) -> None:
-        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(self._world)
+        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(
+            self._stage_context
+        )
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class HorovodStrategy(ParallelStrategy):
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Sets the observer that is notified of each exchange; None for no observer."""
         super().observe_exchanges(observer)
-        for exchange in (self._world.gradient_exchange, self._deltas):
+        for exchange in (self._stage_context.gradient_exchange, self._deltas):
             if isinstance(exchange, (GradientExchange, DeltaExchange)):
                 exchange.observer = observer
 
@@ -307,10 +307,10 @@ class HorovodStrategy(ParallelStrategy):
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         self._begin_exchange(trainer)
-        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
-        self._agree_on_sigterm(trainer, is_requested=must_stop)
-        if self._world.failure_monitor is not None:
-            self._world.handle_stage_exits(is_job=True)
+        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
+        self._start_stop_agreement(trainer, is_requested=must_stop)
+        if self._stage_context.failure_monitor is not None:
+            self._stage_context.handle_stage_exits(is_job=True)
         self._evaluate_together(trainer)
 
     @override
@@ -323,7 +323,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def _before_training_step(self) -> None:
-        exchange = self._world.gradient_exchange
+        exchange = self._stage_context.gradient_exchange
         # As in DDP, not within an accumulation window.
         if self._are_buffers_stale:
             self._share_buffers()
@@ -332,7 +332,7 @@ class HorovodStrategy(ParallelStrategy):
     def _share_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
         """Broadcasts the buffers of one rank, by default rank 0. Collective: all ranks call it."""
         collectives = self.collectives
-        if self._world.local_collectives is None and self.lightning_module is not None:
+        if self._stage_context.local_collectives is None and self.lightning_module is not None:
             collectives.broadcast_buffers(  # type: ignore[attr-defined]
                 self.lightning_module, self._options.process_set, src, is_known_to_match=is_known_to_match
             )
@@ -347,7 +347,7 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Disables the gradient exchange of backward passes in the block; gradients accumulate locally."""
-        exchange = self._world.gradient_exchange
+        exchange = self._stage_context.gradient_exchange
         assert exchange is None or isinstance(exchange, GradientExchange)
         with nullcontext() if exchange is None else exchange.held_back():
             yield
@@ -355,12 +355,12 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
-        exchange = self._world.gradient_exchange
+        exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, GradientExchange)
             exchange.begin(closure_loss)
-        if self._world.uneven_inputs is not None:
-            self._world.uneven_inputs.before_backward()
+        if self._stage_context.uneven_inputs is not None:
+            self._stage_context.uneven_inputs.before_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -369,10 +369,10 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
-        if self._world.uneven_inputs is not None:
-            self._world.uneven_inputs.after_backward()
-        elif self._world.gradient_exchange is not None:
-            self._world.gradient_exchange.finish()
+        if self._stage_context.uneven_inputs is not None:
+            self._stage_context.uneven_inputs.after_backward()
+        elif self._stage_context.gradient_exchange is not None:
+            self._stage_context.gradient_exchange.finish()
 
     @override
     def optimizer_step(
@@ -422,7 +422,7 @@ class HorovodStrategy(ParallelStrategy):
     @property
     @override
     def _parameter_tracker(self) -> GradientExchange | None:
-        exchange = self._world.gradient_exchange
+        exchange = self._stage_context.gradient_exchange
         assert exchange is None or isinstance(exchange, GradientExchange)
         return exchange
 
@@ -434,7 +434,7 @@ class HorovodStrategy(ParallelStrategy):
 
         Horovod remains initialized for the next stage and is shut down when the interpreter exits.
         """
-        self._world.leave()
+        self._stage_context.leave()
         if self._metrics is not None:
             self._metrics.close()
         if self._batch_norm is not None:
@@ -450,7 +450,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _begin_exchange(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
-        world = self._world
+        world = self._stage_context
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._are_buffers_stale = True
@@ -460,7 +460,7 @@ class HorovodStrategy(ParallelStrategy):
             exchange = GradientExchange(self.lightning_module, self._options)
             exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
             world.gradient_exchange = exchange
-        self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))
+        self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override
     def __getstate__(self) -> dict[str, Any]:

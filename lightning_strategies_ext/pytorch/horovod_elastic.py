@@ -99,9 +99,11 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         self.apply_rank()
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         runtime.start(self.cluster_environment.launch, self.root_device)
-        self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
+        self._stage_context = StageContext(
+            self._engine, self.global_rank, self.world_size, previous=self._stage_context
+        )
         if not has_joined:
-            self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+            self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -122,21 +124,23 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
-        alone = self._world.local_collectives
+        alone = self._stage_context.local_collectives
         is_alone = self.world_size == 1 or alone is not None
         # Each world has its own store, because processes of an elastic job start at different times.
         store = None if is_alone else runtime.make_store()
-        self._world = StageContext(
-            self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
+        self._stage_context = StageContext(
+            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
         )
-        self._world.local_collectives = alone
+        self._stage_context.local_collectives = alone
         self._detect_hangs(trainer, store, CollectiveProgress())
         if store is not None:
             self.membership.detect_host_loss(store)
         self._begin_exchange(trainer)
         # In `fit`, only the ranks that have received a SIGTERM leave.
-        must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
-        self._agree_on_sigterm(trainer, is_requested=must_stop)
+        must_stop = self._fit is None and self.reduce_boolean_decision(
+            self._stage_context.was_stop_requested, all=False
+        )
+        self._start_stop_agreement(trainer, is_requested=must_stop)
 
     @override
     def detach(self) -> None:

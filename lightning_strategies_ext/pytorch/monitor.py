@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext._system.gpu_sync import device_clock
 from lightning_strategies_ext._system.peers import host_identity
+from lightning_strategies_ext.arguments import rejects_old_names
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.monitoring.advice import JobTraits, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged_metrics, times_of
@@ -66,13 +67,13 @@ class CommunicationMonitor(Callback):
         every_n_steps: Number of optimizer steps per mean; the Trainer's ``log_every_n_steps`` if None.
         observed_steps: Number of consecutive steps of these that are measured, or all if there are fewer. A measured
             step takes about 80 microseconds longer. The timeline contains the steps that were measured last.
-        directory: Directory of the timeline; ``communication`` in the Trainer's ``default_root_dir`` if None.
+        dirpath: Directory of the timeline; ``communication`` in the Trainer's ``default_root_dir`` if None.
         progress_bar: Whether the progress bar shows the share of a step that waits for communication.
-        picture: Whether to draw the timeline as an image, which requires matplotlib.
+        plot: Whether to plot the timeline as an image, which requires matplotlib.
 
     Attributes:
         observed_steps: The argument.
-        times: Mean times of each rank over the last ``fit``, without its first steps; on rank 0, and in the main
+        rank_times: Mean times of each rank over the last ``fit``, without its first steps; on rank 0, and in the main
             process of spawned workers.
         advice: Line of advice; None before the end of ``fit``.
         files: Paths of the written files.
@@ -89,27 +90,28 @@ class CommunicationMonitor(Callback):
         trainer.fit(model)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         every_n_steps: int | None = None,
         observed_steps: int = 3,
-        directory: str | os.PathLike[str] | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
         progress_bar: bool = True,
-        picture: bool = True,
+        plot: bool = True,
     ) -> None:
         if every_n_steps is not None:
             check_whole_number("every_n_steps", every_n_steps, 1)
         check_whole_number("observed_steps", observed_steps, 1)
-        if directory is not None and not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(f"`directory` must be a path or None, got {directory!r}.")
+        if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
+            raise TypeError(f"`dirpath` must be a path or None, got {dirpath!r}.")
         check_flag("progress_bar", progress_bar)
-        check_flag("picture", picture)
+        check_flag("plot", plot)
         self._every_n_steps = every_n_steps
         self.observed_steps = observed_steps
-        self._directory = None if directory is None else Path(directory)
+        self._dirpath = None if dirpath is None else Path(dirpath)
         self._shows_progress = progress_bar
-        self._draws = picture
-        self.times: list[RankTimes] = []
+        self._plots = plot
+        self.rank_times: list[RankTimes] = []
         self.advice: str | None = None
         self.files: list[Path] = []
         self._session: StepRecorder | None = None
@@ -151,8 +153,8 @@ class CommunicationMonitor(Callback):
         self._guarded(self._begin, trainer)
 
     def _begin(self, trainer: "pl.Trainer") -> None:
-        self._leave()
-        self.times, self.advice, self.files = [], None, []
+        self._end_recording()
+        self.rank_times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
         strategy, model = trainer.strategy, trainer.strategy.model
         exchange_timer = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
@@ -164,8 +166,8 @@ class CommunicationMonitor(Callback):
             exchange_timer,
             _counter_of(strategy, exchange_timer),
             _mailbox_of(trainer),
-            lambda windows: self._hear(trainer, windows),
-            self._give_up,
+            lambda windows: self._on_windows(trainer, windows),
+            self._disable,
             device_clock(strategy.root_device),
         )
         self._session = session
@@ -231,27 +233,27 @@ class CommunicationMonitor(Callback):
         if session is None:
             return
         self._guarded(session.finish, trainer_logging.step_of_loggers(trainer), LAST_WINDOW_TIMEOUT_S)
-        self._leave()
-        self._guarded(self._report, trainer, self._draws)
+        self._end_recording()
+        self._guarded(self._report, trainer, self._plots)
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Writes the measurements that have arrived on rank 0, without waiting for other ranks."""
         if self._session is not None:
-            self._leave()
+            self._end_recording()
             self._guarded(self._report, trainer, False)
 
     @override
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ends the measurement if no other hook has ended it."""
-        self._leave()
+        self._end_recording()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in _STEP_HOOKS}
         return {**state, "_session": None, "_undo": None, "_recent": []}
 
-    def _leave(self) -> None:
+    def _end_recording(self) -> None:
         session, self._session = self._session, None
         undo, self._undo = self._undo, None
         for each in undo or ():
@@ -266,15 +268,15 @@ class CommunicationMonitor(Callback):
         try:
             function(*args)
         except Exception as error:
-            self._give_up(error)
+            self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
-        self._leave()
+    def _disable(self, error: Exception) -> None:
+        self._end_recording()
         log.warning("CommunicationMonitor stops, and training continues: %s: %s", type(error).__name__, error)
 
     # --- on rank 0 ---
 
-    def _hear(self, trainer: "pl.Trainer", windows: list[Window]) -> None:
+    def _on_windows(self, trainer: "pl.Trainer", windows: list[Window]) -> None:
         times = times_of(windows)
         if not all(each.num_steps for each in times):  # the last window may end before its measured steps
             return
@@ -309,8 +311,8 @@ class CommunicationMonitor(Callback):
         if not self._history:
             return
         kept = self._history[1:] or self._history  # the first steps are slower than others
-        self.times = [combined(of_rank) for of_rank in zip(*kept, strict=True)]
-        self.advice = advise(self.times, _job_of(trainer, self._recent))
+        self.rank_times = [combined(of_rank) for of_rank in zip(*kept, strict=True)]
+        self.advice = advise(self.rank_times, _job_of(trainer, self._recent))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write(trainer, draws)
         self._recent = []
@@ -318,7 +320,7 @@ class CommunicationMonitor(Callback):
         rank_zero_info(f"CommunicationMonitor: {self.advice}{written}")
 
     def _write(self, trainer: "pl.Trainer", draws: bool) -> None:
-        directory = self._directory or Path(trainer.default_root_dir, _KEY)
+        directory = self._dirpath or Path(trainer.default_root_dir, _KEY)
         directory.mkdir(parents=True, exist_ok=True)
         spans = spans_of(self._recent)
         trace = directory / "trace.json"
@@ -333,7 +335,7 @@ class CommunicationMonitor(Callback):
         except ImportError:
             rank_zero_info(
                 "CommunicationMonitor draws no plot, because matplotlib is not installed. Run `pip install"
-                " matplotlib`, or set `picture=False`."
+                " matplotlib`, or set `plot=False`."
             )
         else:
             self.files.append(directory / "timeline.png")
@@ -359,7 +361,7 @@ def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
     strategy = trainer.strategy
     store: dist.Store | None = None
     if isinstance(strategy, ParallelStrategy):
-        store = strategy.part_of_store("monitor", next(_sessions))
+        store = strategy.prefix_store("monitor", next(_sessions))
     elif trainer.world_size > 1 and dist.is_initialized():
         prefix = f"lightning_strategies_ext/monitor/{next(_sessions)}"
         store = dist.PrefixStore(prefix, process_group.default_store())

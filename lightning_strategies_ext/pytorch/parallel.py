@@ -125,7 +125,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._world = StageContext(self._engine)
+        self._stage_context = StageContext(self._engine)
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -166,7 +166,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         In a process without a group, each returns its input. The collectives of a failed rank are local, see
         :class:`.LocalCollectives`.
         """
-        return self._world.collectives
+        return self._stage_context.collectives
 
     @property
     @override
@@ -199,14 +199,14 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @property
     def is_shadowing(self) -> bool:
         """Whether this rank has run out of batches and repeats its last batch without effect."""
-        inputs = self._world.uneven_inputs
+        inputs = self._stage_context.uneven_inputs
         return inputs is not None and inputs.is_shadowing
 
     # --- interface of monitors ---
 
-    def part_of_store(self, purpose: str, number: int) -> Store | None:
+    def prefix_store(self, purpose: str, number: int) -> Store | None:
         """Returns a part of the store that all ranks share, see :meth:`.StageContext.prefix_store`."""
-        return self._world.prefix_store(purpose, number)
+        return self._stage_context.prefix_store(purpose, number)
 
     @property
     def num_bytes_exchanged(self) -> int | None:
@@ -235,7 +235,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Runs one training step."""
         if self._has_work_before_step:
             self._before_training_step()
-        inputs = self._world.uneven_inputs
+        inputs = self._stage_context.uneven_inputs
         if inputs is None or not inputs.is_needed:
             return super().training_step(*args, **kwargs)
         with inputs.around_training_step():
@@ -278,10 +278,14 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             ValueError: If ``reduce_op`` is unknown.
         """
-        inputs = self._world.uneven_inputs
-        if inputs is not None and self._world.local_collectives is None and inputs.handles_reduce(tensor, group):
+        inputs = self._stage_context.uneven_inputs
+        if (
+            inputs is not None
+            and self._stage_context.local_collectives is None
+            and inputs.handles_reduce(tensor, group)
+        ):
             return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
-        return self._answering.reduce(tensor, group, reduce_op)
+        return self._active_collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -292,7 +296,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             group: Group of ranks; all ranks if None.
             sync_grads: Whether gradients flow back through the result to every rank's input.
         """
-        return self._answering.all_gather(tensor, group, sync_grads)
+        return self._active_collectives.all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -302,7 +306,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             ValueError: If there is no rank ``src``.
             RuntimeError: On every rank, if the object cannot be pickled.
         """
-        return self._answering.broadcast(obj, src)
+        return self._active_collectives.broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -312,7 +316,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             *args: Name of the barrier, for the error if it fails; further arguments are ignored.
             **kwargs: ``name``, an alternative to the first argument; others are ignored.
         """
-        self._answering.barrier(name_of_barrier(*args, **kwargs))
+        self._active_collectives.barrier(name_of_barrier(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -322,9 +326,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         own = type(self)
         brings_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
-        if brings_reduce and self._world.local_collectives is None:
+        if brings_reduce and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
-        return self._answering.reduce_boolean_decision(decision, all)
+        return self._active_collectives.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
 
@@ -334,7 +338,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             KeyboardInterrupt: If no stage is running.
         """
-        self._world.request_interrupt()
+        self._stage_context.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
         """Announces to the other ranks that this rank has failed. Called before any ``on_exception`` hook.
@@ -348,7 +352,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def explain_exception(self, exception: BaseException) -> BaseException:
         """Returns the exception to show: the given one, or the failure of another rank that made a collective raise."""
-        return self._world.explain_exception(exception)
+        return self._stage_context.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Terminates the other ranks of this host after this rank has failed, so that no rank waits for it.
@@ -359,20 +363,20 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Args:
             trace: Traceback of this rank's failure, as returned by ``traceback.format_exc()``.
         """
-        if self._world.failure_monitor is not None:
-            self._world.failure_monitor.fail_and_kill_local_peers(trace)
+        if self._stage_context.failure_monitor is not None:
+            self._stage_context.failure_monitor.fail_and_kill_local_peers(trace)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Terminates the other ranks if this rank has failed. Ctrl-C and an agreed SIGTERM are not failures."""
-        if self._world.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
+        if self._stage_context.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
             self.reconciliate_processes(texts_of_exception(exception)[1])
 
     @override
     def teardown(self) -> None:
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
-        self._world.leave(is_over=self._ends_with_teardown)
-        self._world.release_sigterm()
+        self._stage_context.leave(is_over=self._ends_with_teardown)
+        self._stage_context.release_sigterm()
         if self.cluster_environment is not None:
             tear_down(self.cluster_environment)
         user_modules.move_optimizers(self.optimizers, torch.device("cpu"))
@@ -385,8 +389,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def end_stage(self) -> None:
         """Ends the stage in a worker, after :meth:`teardown` and the hooks that follow it."""
-        if self._world.failure_monitor is not None:
-            self._world.failure_monitor.finish_stage()
+        if self._stage_context.failure_monitor is not None:
+            self._stage_context.failure_monitor.finish_stage()
 
     @property
     def _parameter_tracker(self) -> ParameterTracker | None:
@@ -403,19 +407,19 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @property
     def has_joined(self) -> bool:
         """Whether this process has joined other ranks; False for a rank without peers."""
-        return self._world.failure_monitor is not None
+        return self._stage_context.failure_monitor is not None
 
     def _engine(self) -> Collectives:
         """Creates the engine's collectives; strategies of other engines than torch.distributed override it."""
         return TorchCollectives(lambda: self.root_device)
 
     @property
-    def _answering(self) -> Collectives:
+    def _active_collectives(self) -> Collectives:
         # A subclass may override `collectives`, without local collectives for a failed rank.
-        return self._world.local_collectives or self.collectives
+        return self._stage_context.local_collectives or self.collectives
 
     def _fail(self, exception: BaseException) -> None:
-        self._world.mark_failed(exception, self.global_rank, self.world_size)
+        self._stage_context.mark_failed(exception, self.global_rank, self.world_size)
 
     def _enter_world(
         self,
@@ -434,9 +438,11 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             progress: Progress of this rank's collectives.
         """
         store = join()
-        self._world = StageContext(self._engine, self.global_rank, self.world_size, store, previous=self._world)
+        self._stage_context = StageContext(
+            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context
+        )
         if store is not None:
-            self._end_together(wake, progress)
+            self._start_failure_monitor(wake, progress)
         if leave is not None and not self._is_group_intact():
             leave()
             self._enter_world(join, None, wake, progress)
@@ -452,38 +458,40 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         try:
             self.collectives.reduce_boolean_decision(True)
         except Exception as exception:
-            watch = self._world.failure_monitor
+            monitor = self._stage_context.failure_monitor
             if not is_collective_error(exception) or (
-                watch is not None and watch.wait_for_failure(REMOTE_REASON_TIMEOUT_S) is not None
+                monitor is not None and monitor.wait_for_failure(REMOTE_REASON_TIMEOUT_S) is not None
             ):
                 raise
             return False
         return True
 
-    def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
+    def _start_failure_monitor(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
         """Makes all ranks exit when one fails or does not start. Collective: all ranks call it on entering a stage."""
-        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
+        self._stage_context.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
         install_excepthook(announce_uncaught)
 
-    def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
+    def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
         """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it."""
-        if self._world.failure_monitor is not None:
-            self._world.failure_monitor.set_step_source(partial(where_in, trainer), trainer.default_root_dir)
+        if self._stage_context.failure_monitor is not None:
+            self._stage_context.failure_monitor.set_step_source(
+                partial(describe_step, trainer), trainer.default_root_dir
+            )
         confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
-        requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._world.request_requeue())
+        requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._stage_context.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
-        self._world.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
+        self._stage_context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
 
     def _evaluate_together(self, trainer: "pl.Trainer") -> None:
         """Makes ranks without batches run the hooks of an evaluation. Collective: all ranks call it."""
-        if self._world.size == 1:
+        if self._stage_context.size == 1:
             return
-        stack = self._world.evaluation = ExitStack()
+        stack = self._stage_context.evaluation = ExitStack()
         stack.callback(trainer_data.evaluate_without_data(trainer, self._decide_any))
         if trainer.state.fn == TrainerFn.PREDICTING:
             stack.callback(trainer_data.predict_with_few_samples(trainer))
 
-    def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
+    def _start_uneven_inputs(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
@@ -491,7 +499,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             way: Reaction to uneven inputs.
             device: Device of the small tensors that ranks exchange for it.
         """
-        world = self._world
+        world = self._stage_context
         if world.size > 1:
             ranks = world.rank, world.size
             world.uneven_inputs = UnevenInputsController(
@@ -499,21 +507,21 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             )
 
     def _on_sigterm(self) -> None:
-        self._world.request_stop()
+        self._stage_context.request_stop()
 
     def _before_train_step(self) -> None:
-        if self._world.has_decision_before_train_step():
-            self._world.apply_decision(self._decide_any)
-        if self._world.must_requeue:
+        if self._stage_context.has_decision_before_train_step():
+            self._stage_context.apply_decision(self._decide_any)
+        if self._stage_context.must_requeue:
             assert self.lightning_module is not None
             if not trainer_signals.is_accumulating(self.lightning_module.trainer):
-                self._world.requeue()
+                self._stage_context.requeue()
 
     def _before_evaluation_step(self) -> None:
-        if self._world.has_decision_before_evaluation_step():
-            self._world.apply_decision(self._decide_any)
-        if self._world.must_requeue:  # the accumulation window may end after SLURM's time limit
-            self._world.requeue()
+        if self._stage_context.has_decision_before_evaluation_step():
+            self._stage_context.apply_decision(self._decide_any)
+        if self._stage_context.must_requeue:  # the accumulation window may end after SLURM's time limit
+            self._stage_context.requeue()
 
     def _decide_any(self, decision: bool) -> bool:
         return self.reduce_boolean_decision(decision, all=False)
@@ -522,18 +530,18 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # The stage context belongs to this process: a worker creates another one.
-        state.pop("_world")
-        return {**state, "was_asked_to_stop": self._world.was_stop_requested, "_observer": None}
+        state.pop("_stage_context")
+        return {**state, "was_asked_to_stop": self._stage_context.was_stop_requested, "_observer": None}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         was_asked_to_stop = state.pop("was_asked_to_stop", False)
         super().__setstate__(state)
-        self._world = StageContext(self._engine)
-        self._world.was_stop_requested = was_asked_to_stop
+        self._stage_context = StageContext(self._engine)
+        self._stage_context.was_stop_requested = was_asked_to_stop
 
 
-def where_in(trainer: "pl.Trainer") -> str:
+def describe_step(trainer: "pl.Trainer") -> str:
     """Returns the stage and step of a Trainer, for messages. Other threads than the training thread may call it."""
     stage = trainer.state.stage
     name = "the setup of the stage" if stage is None else stage.value.replace("_", " ")

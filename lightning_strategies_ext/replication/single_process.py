@@ -53,16 +53,16 @@ def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
         raise ValueError(f"`parallel_devices={list(devices)}` contains a GPU twice. List each GPU once.")
 
 
-def check_scatter(scatter: object, take_turns: object) -> None:
-    """Rejects a ``scatter`` or ``take_turns`` of the wrong type.
+def check_scatter(scatter: object, sequential: object) -> None:
+    """Rejects a ``scatter`` or ``sequential`` of the wrong type.
 
     Raises:
         TypeError: If an argument has the wrong type.
     """
     if scatter is not None and not callable(scatter):
         raise TypeError(f"`scatter` must be a function of a batch and the number of replicas, got {scatter!r}.")
-    if take_turns is not None and not isinstance(take_turns, bool):
-        raise TypeError(f"`take_turns` must be True, False or None, got {take_turns!r}.")
+    if sequential is not None and not isinstance(sequential, bool):
+        raise TypeError(f"`sequential` must be True, False or None, got {sequential!r}.")
 
 
 def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment | None) -> None:

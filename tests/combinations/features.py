@@ -181,7 +181,7 @@ FEATURES = (
     Feature("iterable data", _flag("iterable"), named=("IterableDataset",)),
     Feature("several stages", _flag("stages")),
     Feature("sparse embedding", _flag("sparse"), named=("sparse",)),
-    Feature("replicas at once", _strategy(take_turns=False), DP, trains_alike=True),
+    Feature("replicas at once", _strategy(sequential=False), DP, trains_alike=True),
     Feature("Horovod: fp16", _strategy(compression="fp16"), HOROVOD, "exchange", "rounded", True, ("compression",)),
     Feature("Horovod: adasum", _strategy(op="adasum"), HOROVOD, "exchange", "summed", True, ("adasum",)),
     Feature("Horovod: groups", _strategy(num_groups=2), HOROVOD, trains_alike=True, named=("num_groups",)),

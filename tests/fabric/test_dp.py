@@ -17,8 +17,8 @@ from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, state_o
 
 FABRIC_WAYS = {
     "in turns": {"parallel_devices": cpu_devices(3)},
-    "at once": {"parallel_devices": cpu_devices(3), "take_turns": False},
-    "with copies": {"parallel_devices": copying_devices(3), "take_turns": False},
+    "at once": {"parallel_devices": cpu_devices(3), "sequential": False},
+    "with copies": {"parallel_devices": copying_devices(3), "sequential": False},
 }
 each_way = pytest.mark.parametrize("arguments", FABRIC_WAYS.values(), ids=FABRIC_WAYS.keys())
 

@@ -1,4 +1,4 @@
-"""``fabric.strategy.stopping_together``: a signal on any rank stops the loops of all before the same step."""
+"""``fabric.strategy.coordinated_stop``: a signal on any rank stops the loops of all before the same step."""
 
 import os
 import signal
@@ -30,8 +30,8 @@ def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) 
     model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
     (batch, *_) = fabric.setup_dataloaders(loader())
     done = 0
-    with fabric.strategy.stopping_together(signum) as must_stop:
-        while done < MANY and not must_stop():
+    with fabric.strategy.coordinated_stop(signum) as should_stop:
+        while done < MANY and not should_stop():
             step(fabric, model, optimizer, batch)
             done += 1
             if done == 5 and fabric.global_rank == 1:
@@ -75,8 +75,8 @@ def signal_that_comes_late() -> list[str]:
     fabric.launch()
     seen: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: seen.append("as before"))
-    with fabric.strategy.stopping_together() as must_stop:
-        assert not must_stop()
+    with fabric.strategy.coordinated_stop() as should_stop:
+        assert not should_stop()
         if fabric.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == []
@@ -91,13 +91,13 @@ def test_one_that_comes_after_the_last_step_is_not_lost():
 
 def test_one_process_stops_at_once():
     fabric = Fabric(strategy="ddp_ext", devices=1, accelerator="cpu")
-    with fabric.strategy.stopping_together(signal.SIGUSR1) as must_stop:
-        assert not must_stop()
+    with fabric.strategy.coordinated_stop(signal.SIGUSR1) as should_stop:
+        assert not should_stop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert must_stop()
+        assert should_stop()
 
 
 def test_it_is_called_after_the_ranks_have_met():
     fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
-    with pytest.raises(RuntimeError, match=r"fabric\.launch"), fabric.strategy.stopping_together():
+    with pytest.raises(RuntimeError, match=r"fabric\.launch"), fabric.strategy.coordinated_stop():
         pass

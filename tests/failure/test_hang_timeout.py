@@ -14,7 +14,15 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, RankFailedError, WorkerRaisedError
+from lightning_strategies_ext import (
+    CommunicationMonitor,
+    DataParallelStrategy,
+    DDPRayStrategy,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    RankFailedError,
+    WorkerRaisedError,
+)
 from lightning_strategies_ext import fabric as ours
 from tests.support.ddp_spawn_trainers import spawn_trainer
 from tests.support.models import MLP, dataset, loader, make_trainer
@@ -220,7 +228,19 @@ def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
         kind(hang_timeout=hang_timeout)
 
 
-@pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])
-def test_the_old_name_of_the_argument_is_rejected_with_the_new_one(kind):
-    with pytest.raises(TypeError, match=r"`DDP\w*Strategy\(patience=...\)`: .* Use `hang_timeout=...`."):
-        kind(patience=60)
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        (DDPStrategy, "patience", "hang_timeout"),
+        (DDPSpawnStrategy, "patience", "hang_timeout"),
+        (ours.DDPStrategy, "patience", "hang_timeout"),
+        (DDPRayStrategy, "placement", "placement_strategy"),
+        (DataParallelStrategy, "take_turns", "sequential"),
+        (ours.DataParallelStrategy, "take_turns", "sequential"),
+        (CommunicationMonitor, "directory", "dirpath"),
+        (CommunicationMonitor, "picture", "plot"),
+    ],
+)
+def test_an_old_name_of_an_argument_is_rejected_with_the_new_one(kind, old, new):
+    with pytest.raises(TypeError, match=rf"`{kind.__name__}\({old}=...\)`: .* Use `{new}=...`."):
+        kind(**{old: 60})

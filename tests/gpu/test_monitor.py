@@ -28,14 +28,14 @@ class Large(MLP):
 
 def monitored(where: dict[str, Any], directory: str) -> dict[str, Any]:
     options = {"deterministic": True, "max_epochs": 4, **where}
-    monitor = CommunicationMonitor(every_n_steps=8, observed_steps=4, directory=directory, picture=False)
+    monitor = CommunicationMonitor(every_n_steps=8, observed_steps=4, dirpath=directory, plot=False)
     without = fit("ddp_ext", Large, **options)[1]
     with_it = fit("ddp_ext", Large, callbacks=[monitor], **options)[1]
     num_bytes = sum(parameter.nbytes for parameter in with_it.parameters())
     return {
         "states": [state_of(without), state_of(with_it)],
         "num_bytes": num_bytes,
-        "times": monitor.times,
+        "times": monitor.rank_times,
         "advice": monitor.advice,
     }
 
@@ -62,8 +62,8 @@ class Monitored(InMemory):
     directory = ""
 
     def configure_callbacks(self) -> Any:
-        options = {"every_n_steps": 1000, "observed_steps": 2, "picture": False}
-        return [CommunicationMonitor(**options, directory=self.directory)]
+        options = {"every_n_steps": 1000, "observed_steps": 2, "plot": False}
+        return [CommunicationMonitor(**options, dirpath=self.directory)]
 
 
 def waits_of_monitored(where: dict[str, Any], directory: str) -> dict[str, float]:

@@ -38,7 +38,7 @@ def test_a_changed_method_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_changed_description_of_an_argument_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     surface = SURFACES["command_line/DataParallelStrategy"]
     skip_unless_recorded(surface.read()[0], surface.versions)
-    changed = (DataParallelStrategy.__doc__ or "").replace("take_turns: ", "take_turns: Changed. ")
+    changed = (DataParallelStrategy.__doc__ or "").replace("sequential: ", "sequential: Changed. ")
     monkeypatch.setattr(DataParallelStrategy, "__doc__", changed)
     assert "\n+      Changed. " in surface.difference()
 

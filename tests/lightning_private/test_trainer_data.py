@@ -145,12 +145,12 @@ def test_the_data_of_a_stage_are_where_we_look() -> None:
 
 def test_the_positions_of_loaders_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     trainer = make_trainer("auto", devices=1, max_epochs=1, limit_train_batches=3)
-    assert trainer_data.states_of_loaders(trainer) == []
+    assert trainer_data.current_loader_states(trainer) == []
     trainer.fit(MLP(), StatefulLoader(dataset(), batch_size=4))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
     states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert trainer_data.states_of_loaders(trainer) == states == [{"position": 3}]
+    assert trainer_data.current_loader_states(trainer) == states == [{"position": 3}]
 
 
 def test_a_rank_without_batches_runs_the_hooks_if_another_rank_has_batches() -> None:

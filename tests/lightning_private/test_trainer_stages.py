@@ -35,7 +35,7 @@ def find_learning_rate(directory: Path) -> tuple[bool, bool]:
     strategy = NotesFailures()
     trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
     Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
-    return strategy.noted is trainer_stages.TunerExitException, strategy._world.local_collectives is not None
+    return strategy.noted is trainer_stages.TunerExitException, strategy._stage_context.local_collectives is not None
 
 
 class TunableMLP(MLP):

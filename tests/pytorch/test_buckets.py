@@ -147,10 +147,10 @@ def test_a_training_that_is_too_short_and_a_model_that_is_too_small_are_told():
 
 def train_observed() -> tuple[dict[str, torch.Tensor], float]:
     bucket_search.SIZES_MB = SIZES_MB  # type: ignore[misc]
-    monitor = CommunicationMonitor(every_n_steps=4, observed_steps=2, picture=False)
+    monitor = CommunicationMonitor(every_n_steps=4, observed_steps=2, plot=False)
     strategy = DDPStrategy(bucket_cap_mb="auto")
     _, model = fit(strategy, callbacks=[monitor], max_steps=NUM_STEPS + 8, max_epochs=-1)
-    return state_of(model), [times.num_bytes for times in monitor.times]
+    return state_of(model), [times.num_bytes for times in monitor.rank_times]
 
 
 @pytest.mark.processes

@@ -379,7 +379,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"num_gpus_per_worker": 2}, ValueError, "one GPU"),
         ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),
         ({"resources_per_worker": 3}, TypeError, "resources_per_worker"),
-        ({"placement": "pack"}, ValueError, "'PACK'"),
+        ({"placement_strategy": "pack"}, ValueError, "'PACK'"),
         ({"address": 6379}, TypeError, "address"),
         ({"runtime_env": "."}, TypeError, "runtime_env"),
         ({"environment_variables": "HF_TOKEN"}, TypeError, "environment_variables"),

@@ -72,7 +72,7 @@ def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
 def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_another(tmp_path):
     impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
     settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
-    strategy = {**HALF, **STRATEGY, "placement": "SPREAD", "min_workers": 2, "address": "auto"}
+    strategy = {**HALF, **STRATEGY, "placement_strategy": "SPREAD", "min_workers": 2, "address": "auto"}
     plan = Plan(2, "ray", [once(unplug, rank=1, step=70)], strategy)
     try:
         with ray_on_two_hosts(tmp_path, (1, 1), **settings) as (hosts, variables, _):

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
         ({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "contains a GPU twice"),
         ({"parallel_devices": [torch.device("mps", 0), torch.device("mps", 1)]}, ValueError, "Use `devices=1`"),
         ({"scatter": 3}, TypeError, "`scatter` must be a function"),
-        ({"take_turns": "yes"}, TypeError, "`take_turns` must be True, False or None, got 'yes'"),
+        ({"sequential": "yes"}, TypeError, "`sequential` must be True, False or None, got 'yes'"),
         ({"precision_plugin": 16}, TypeError, "`precision_plugin` must be a Precision"),
         ({"checkpoint_io": "io"}, TypeError, "checkpoint_io"),
         ({"parallel": 2}, TypeError, "parallel"),

@@ -133,8 +133,8 @@ def train_all(directory: str) -> dict[str, Any]:
     train(None, "ddp_ext", seeded(MLP))  # each later training first checks the group of this one, with an all-reduce
     for name, (strategy, kind, trainer_arguments) in TRAININGS.items():
         states, nums = [], []
-        arguments = {"every_n_steps": 4, "observed_steps": 2, "picture": name == "plain"}
-        monitor = CommunicationMonitor(**arguments, directory=Path(directory, name))
+        arguments = {"every_n_steps": 4, "observed_steps": 2, "plot": name == "plain"}
+        monitor = CommunicationMonitor(**arguments, dirpath=Path(directory, name))
         for each in (None, monitor):
             model, counts = seeded(kind), Counts()
             with example_packages():  # matplotlib
@@ -146,7 +146,7 @@ def train_all(directory: str) -> dict[str, Any]:
             "states": states,
             "collectives": nums,
             "gradients": num_bytes_of(model),
-            "times": monitor.times,
+            "times": monitor.rank_times,
             "advice": monitor.advice,
             "files": monitor.files,
         }
@@ -192,7 +192,7 @@ def test_weights_and_collectives_are_those_without_it(tmp_path: Path) -> None:
 def train_slowly(directory: str) -> dict[str, Any]:
     """With a slow rank, and the second time with another monitor's files in place; with a logger and a progress bar."""
     found: dict[str, Any] = {}
-    monitor = CommunicationMonitor(directory=directory, picture=False)
+    monitor = CommunicationMonitor(dirpath=directory, plot=False)
     bar = TQDMProgressBar(refresh_rate=1000)
     for name, kind in (("data", MLP), ("forward", SlowSteps)):
         model = seeded(kind)
@@ -212,7 +212,7 @@ def train_slowly(directory: str) -> dict[str, Any]:
         began = time.monotonic()
         trainer.fit(model, DataLoader(SlowSamples(is_slow), batch_size=4))
         took_ms = 1e3 * (time.monotonic() - began)
-        found[name] = monitor.times, monitor.advice, shown, sorted(trainer.callback_metrics), took_ms
+        found[name] = monitor.rank_times, monitor.advice, shown, sorted(trainer.callback_metrics), took_ms
         assert "get_metrics" not in vars(bar)
     return found
 
@@ -253,13 +253,13 @@ class Raises(MLP):
 
 
 class CannotBeWritten(CommunicationMonitor):
-    def _hear(self, trainer: Any, windows: Any) -> None:
+    def _on_windows(self, trainer: Any, windows: Any) -> None:
         raise OSError("the disk is full")
 
 
 def fail(directory: str) -> Any:
-    train(CannotBeWritten(every_n_steps=4, picture=False), "ddp_ext", seeded(MLP))
-    train(CommunicationMonitor(every_n_steps=4, directory=directory, picture=False), "ddp_ext", seeded(Raises))
+    train(CannotBeWritten(every_n_steps=4, plot=False), "ddp_ext", seeded(MLP))
+    train(CommunicationMonitor(every_n_steps=4, dirpath=directory, plot=False), "ddp_ext", seeded(Raises))
 
 
 @pytest.mark.processes
@@ -283,28 +283,28 @@ def test_nobody_hangs_for_it(tmp_path: Path) -> None:
 def test_what_it_has_found_is_in_the_users_callback(
     strategy: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitor = CommunicationMonitor(every_n_steps=4, picture=False)
+    monitor = CommunicationMonitor(every_n_steps=4, plot=False)
     num_ranks = 2 if strategy == "ddp_spawn_ext" else 1
     with caplog.at_level(logging.INFO):
         train(monitor, strategy, seeded(MLP), devices=devices, default_root_dir=tmp_path)
-    assert [times.rank for times in monitor.times] == list(range(num_ranks))
+    assert [times.rank for times in monitor.rank_times] == list(range(num_ranks))
     assert monitor.files == [tmp_path / "communication" / "trace.json"]
     assert monitor.files[0].exists()
     assert monitor.advice is not None
     if num_ranks == 1:
-        assert monitor.times[0].num_bytes == 0
+        assert monitor.rank_times[0].num_bytes == 0
         assert f"CommunicationMonitor: {monitor.advice} Timeline: {monitor.files[0]}." in caplog.text
 
 
 def train_over_horovod(directory: str) -> list[Any]:
     found: list[Any] = []
     for name in (None, "a"):
-        monitor = CommunicationMonitor(every_n_steps=4, directory=directory, picture=False) if name else None
+        monitor = CommunicationMonitor(every_n_steps=4, dirpath=directory, plot=False) if name else None
         model = seeded(Wide)
         train(monitor, "horovod_ext", model, accumulate_grad_batches=2)
         found.append(state_of(model))
     assert monitor is not None
-    return [*found, monitor.times, num_bytes_of(model)]
+    return [*found, monitor.rank_times, num_bytes_of(model)]
 
 
 @pytest.mark.processes
@@ -332,8 +332,8 @@ def test_over_horovod(tmp_path: Path) -> None:
         ({"every_n_steps": 0}, ValueError, "`every_n_steps=0` must be at least 1"),
         ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be a whole number, got '9'"),
         ({"observed_steps": 2.5}, TypeError, "`observed_steps` must be a whole number, got 2.5"),
-        ({"directory": 3}, TypeError, "`directory` must be a path or None, got 3"),
-        ({"picture": "no"}, TypeError, "`picture` must be True or False, got 'no'"),
+        ({"dirpath": 3}, TypeError, "`dirpath` must be a path or None, got 3"),
+        ({"plot": "no"}, TypeError, "`plot` must be True or False, got 'no'"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: Any, error: type[Exception], said: str) -> None:

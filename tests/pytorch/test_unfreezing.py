@@ -209,10 +209,10 @@ def test_exchanges_other_than_of_gradients_follow():
 def train_observed() -> tuple[list[float], list[float]]:
     found = []
     for last in (5, 8):
-        monitor = CommunicationMonitor(every_n_steps=16, observed_steps=2, picture=False)
+        monitor = CommunicationMonitor(every_n_steps=16, observed_steps=2, plot=False)
         callbacks = [monitor, Needs(lambda number, last=last: number >= last)]
         make_trainer("ddp_ext", callbacks=callbacks, use_distributed_sampler=False).fit(Net())
-        found.append([times.num_bytes for times in monitor.times])
+        found.append([times.num_bytes for times in monitor.rank_times])
     return found[0], found[1]
 
 

@@ -26,8 +26,8 @@ def copying_devices(num_replicas: int) -> list[torch.device]:
 
 WAYS = {
     "in turns": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num)),
-    "at once": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num), take_turns=False),
-    "with copies": lambda num: DataParallelStrategy(parallel_devices=copying_devices(num), take_turns=False),
+    "at once": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num), sequential=False),
+    "with copies": lambda num: DataParallelStrategy(parallel_devices=copying_devices(num), sequential=False),
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 

@@ -105,7 +105,9 @@ class ResourceDemand:
         return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
 
 
-def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
+def check_resource_arguments(
+    num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement_strategy: Any
+) -> None:
     """Checks the strategy's arguments about workers, without a cluster.
 
     Raises:
@@ -135,8 +137,10 @@ def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, res
         raise ValueError(
             "`num_cpus_per_worker=0`: a worker requires CPU time. Use a fraction if several workers share a CPU."
         )
-    if placement not in get_args(PlacementStrategy):
-        raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts).")
+    if placement_strategy not in get_args(PlacementStrategy):
+        raise ValueError(
+            f"`placement_strategy={placement_strategy!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts)."
+        )
 
 
 def _amount_text(name: str, amount: float) -> str:

@@ -101,7 +101,7 @@ def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
     if diff.precision is not None:
         trainer.precision_plugin.load_state_dict(decode(diff.precision, shared))
     if diff.loaders is not None:
-        strategy.states_of_loaders = decode(diff.loaders, shared)
+        strategy.loader_states = decode(diff.loaders, shared)
     for number, name, reason in lost:
         _warn_once(trainer, shared.object_of(number), name, _LOST, reason)
     for number, name in diff.shares:

@@ -91,7 +91,7 @@ class _DiffOfObjects:
             strategy = trainer.strategy
             parts = (tree, strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state)
             training = self._encode_or_warn(parts, "The optimizers' state")
-            loaders = self._encode_or_warn(strategy.states_of_loaders, "The position in the training data")
+            loaders = self._encode_or_warn(strategy.loader_states, "The position in the training data")
         if training is None and tree:
             training = self._encode_or_warn((tree,), "The new structure of the LightningModule")
         queue = ResultQueue()
