@@ -10,7 +10,7 @@ import psutil
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._system.connections import shut_down_connections
 from lightning_strategies_ext._system.peers import Peer, host_identity
-from lightning_strategies_ext.shm.execution import close_all
+from lightning_strategies_ext.shm.executor import close_all
 from lightning_strategies_ext.torch_distributed import process_group
 
 

@@ -67,7 +67,7 @@ _own_store: dist.Store | None = None
 
 # Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
 # version.
-_NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
+_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
 
 # Backends whose threads do not use the group's store, so that it may be a store in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
