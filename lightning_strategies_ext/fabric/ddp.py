@@ -36,20 +36,20 @@ from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
-from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
+from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Float16, resolve_compression
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
-    GradientSync,
+    GradientSyncOptions,
     check_ddp_kwargs,
     explain_unused_parameters,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
-    TrainableParameters,
+    TrainableParameterTracker,
     records_graph,
-    wrap_again,
+    rewrap_in_ddp,
     wrap_in_ddp,
 )
 
@@ -118,14 +118,16 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
                 " Trainer."
             )
         check_ddp_kwargs(kwargs)
-        asked_for = compression_of(compression)
+        asked_for = resolve_compression(compression)
         if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
             raise ValueError(
                 f"`compression={compression!r}` keeps something from step to step that belongs into checkpoints and"
                 " needs the optimizers. Use 'bf16' or 'fp16' under Fabric, or the Trainer's strategy, which has all."
             )
-        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for)
-        self._gradient_sync.check_goes_with(kwargs)
+        self._gradient_sync = GradientSyncOptions(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for
+        )
+        self._gradient_sync.check_compatible(kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -199,12 +201,12 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
 
         def train_others(model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
             check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
-            wrap_again(model, self.root_device, **self._ddp_kwargs)
+            rewrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
             self._gradient_sync.register_hook(model, compressed)
             if isinstance(model, DistributedModel):
                 model.exchange_directly(self._ddp_kwargs)
 
-        TrainableParameters(model, train_others)
+        TrainableParameterTracker(model, train_others)
         BackwardPasses(model)
         return model
 

@@ -13,7 +13,7 @@ from lightning_strategies_ext.torch_distributed.bucket_search import (
     check_can_search,
     gradient_bytes,
 )
-from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
+from lightning_strategies_ext.torch_distributed.wrapping import rewrap_in_ddp
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
@@ -84,7 +84,7 @@ class BucketsByTrial(_Base):
             self._observer.on_exchange_change()
 
     def _wrap_again(self, model: DistributedDataParallel) -> None:
-        wrap_again(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)
+        rewrap_in_ddp(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)
 
     def _end_trying_buckets(self) -> None:
         """Ends an unfinished search; called at the end of a stage."""

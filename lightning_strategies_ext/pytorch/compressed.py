@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import user_modules
-from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange
-from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Compression, Float16
+from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import CompressedExchange
+from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Compression, Float16
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
@@ -86,7 +86,7 @@ class Compressed(_Base):
     def _bring_models_together(self) -> None:
         if self._compressed is not None and self._world.local_collectives is None:
             assert self.lightning_module is not None
-            self._compressed.bring_models_together(_averages_of(self.lightning_module))
+            self._compressed.average_models(_averages_of(self.lightning_module))
 
     def _begin_compression(self, exchange: CompressedExchange | None) -> None:
         self._end_compression()

@@ -66,18 +66,18 @@ from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.compression.options import (
+from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Compression,
     CompressionName,
     Float16,
-    compression_of,
+    resolve_compression,
 )
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
-from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
-    GradientSync,
+    GradientSyncOptions,
     ModelAveraging,
     advise_static_graph,
     check_ddp_kwargs,
@@ -119,7 +119,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
             epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
-            ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
+            ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
@@ -163,8 +163,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         check_ddp_kwargs(kwargs, may_search=True)
         uneven = None if uneven_inputs == "error" else uneven_inputs
         self._take_bucket_size(kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven)
-        self._gradient_sync = GradientSync(
-            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
+        self._gradient_sync = GradientSyncOptions(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, resolve_compression(compression)
         )
         self._check_exchange(uneven_inputs, kwargs)
         super().__init__(
@@ -309,7 +309,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
-        self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
+        self._gradient_sync.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
 
     def _check_batch_norm(self, module: Module) -> None:
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
@@ -419,10 +419,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
-        share = None if self._uneven_inputs == "error" else Share()
+        share = None if self._uneven_inputs == "error" else Contribution()
         self._begin_compression(self._gradient_sync.begin_compression(ddp_model, self._timeout))
         self._gradient_sync.register_hook(ddp_model, self._compressed, share)
-        self._world.gradient_exchange = DDPExchange(ddp_model, share or Share())
+        self._world.gradient_exchange = DDPGradientExchange(ddp_model, share or Contribution())
         self._begin_to_try_buckets(ddp_model)
         ddp_model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
         self._look_after_unfreezing(ddp_model, share)
@@ -533,7 +533,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         for exchange in (self._averaging, self._compressed):
             if exchange is not None:
                 exchange.after_step(optimizer)
-        if self._observer is not None and self._gradient_sync.averages_models is not None:
+        if self._observer is not None and self._gradient_sync.model_averaging_argument is not None:
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
 

@@ -33,7 +33,7 @@ from lightning_strategies_ext.launch.ray.cluster import (
 )
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
 #: Arguments of :class:`.DDPSpawnStrategy` that this class rejects → default and reason. LightningCLI passes the

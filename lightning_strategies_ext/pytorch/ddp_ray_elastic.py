@@ -84,7 +84,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _disconnect(self) -> None:
-        disconnect(self._others, by_host=False)  # some connections to other hosts are Ray's
+        disconnect(self._others, match_hosts=False)  # some connections to other hosts are Ray's
 
     def _cut_off(self, world: int) -> None:
         """Disconnects this rank from a world with a lost peer, for which it may be waiting. Runs in its own thread."""

@@ -25,7 +25,7 @@ from lightning_strategies_ext.launch.processes.worker_process import WorkerStart
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
 

@@ -12,9 +12,9 @@ from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
-from lightning_strategies_ext.torch_distributed.exchange import Share
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync
-from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
+from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameterTracker
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -28,19 +28,21 @@ else:
 class Unfreezing(_Base):
     """Mixin that tracks which parameters are trained; precedes the strategy among the base classes."""
 
-    _gradient_sync: GradientSync
-    _trainable: TrainableParameters | None = None
+    _gradient_sync: GradientSyncOptions
+    _trainable: TrainableParameterTracker | None = None
 
-    def _look_after_unfreezing(self, model: DistributedDataParallel, share: Share | None) -> None:
+    def _look_after_unfreezing(self, model: DistributedDataParallel, share: Contribution | None) -> None:
         """Starts the tracking of trained parameters.
 
         Args:
             model: Model in DDP.
             share: This rank's contribution to the exchange; None if all ranks always contribute.
         """
-        self._trainable = TrainableParameters(model, partial(self._train_others, share))
+        self._trainable = TrainableParameterTracker(model, partial(self._train_others, share))
 
-    def _train_others(self, share: Share | None, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+    def _train_others(
+        self, share: Contribution | None, model: DistributedDataParallel, trained: Sequence[Tensor]
+    ) -> None:
         """Wraps the model in DDP again for the parameters that now require a gradient. Collective: all ranks call it.
 
         Args:
@@ -49,11 +51,11 @@ class Unfreezing(_Base):
             trained: Parameters that were trained before the change.
         """
         check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
-        self._gradient_sync.bring_together(trained)
+        self._gradient_sync.average_parameters(trained)
         self._wrap_again(model)
         self._gradient_sync.register_hook(model, self._compressed, share)
         if self._compressed is not None:
-            self._compressed.follow()
+            self._compressed.on_ddp_rebuilt()
         if isinstance(model, DistributedModel):
             model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
         if self._observer is not None:
@@ -66,7 +68,7 @@ class Unfreezing(_Base):
             RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
         """
         if self._trainable is not None and self.world_size > 1:
-            self._trainable.check_all_are_known()
+            self._trainable.check_none_unfrozen()
 
     @override
     def teardown(self) -> None:

@@ -1,7 +1,7 @@
 """Configuration of the gradient exchange: DDP's arguments, communication hooks, compression, and model averaging.
 
-:class:`GradientSync` holds the arguments of the user, and rejects invalid arguments when it is constructed. The DDP
-strategies for the Trainer and for Fabric use it.
+:class:`GradientSyncOptions` holds the arguments of the user, and rejects invalid arguments when it is constructed. The
+DDP strategies for the Trainer and for Fabric use it.
 """
 
 import inspect
@@ -22,17 +22,20 @@ from torch.optim import Optimizer
 from lightning_strategies_ext.failure.failure_report import advise
 from lightning_strategies_ext.registry import name_with
 from lightning_strategies_ext.torch_distributed.bucket_search import AUTO
-from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
-from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
-from lightning_strategies_ext.torch_distributed.exchange import Share, check_can_join
+from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import (
+    CompressedExchange,
+    create_exchange,
+)
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext.torch_distributed.compression.local_sgd import check_is_not_sharded
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, check_can_join
 from lightning_strategies_ext.torch_distributed.wrapping import DDP_ARGUMENTS
 
 _has_advised_static_graph = False
 
 
 @dataclass
-class GradientSync:
+class GradientSyncOptions:
     """Arguments of the user for the gradient exchange, in addition to torch's own.
 
     Attributes:
@@ -58,12 +61,12 @@ class GradientSync:
         self._check_hook()
         self._check_averaging()
 
-    def check_goes_with(self, ddp_kwargs: Mapping[str, Any], *, has_to_join: bool = False) -> None:
+    def check_compatible(self, ddp_kwargs: Mapping[str, Any], *, joins_uneven_inputs: bool = False) -> None:
         """Checks that the exchange can be combined with other arguments.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel.
-            has_to_join: Whether gradients are averaged over the ranks that have data.
+            joins_uneven_inputs: Whether gradients are averaged over the ranks that have data.
 
         Raises:
             ValueError: If the exchange cannot be combined with one of the arguments.
@@ -86,11 +89,11 @@ class GradientSync:
                     " parameters that no rank has used, with `find_unused_parameters=True`. Leave that out, or use the"
                     " compression 'bf16' or 'fp16'."
                 )
-        if has_to_join:
-            check_can_join(self.averages_models, ddp_kwargs)
+        if joins_uneven_inputs:
+            check_can_join(self.model_averaging_argument, ddp_kwargs)
 
     @property
-    def averages_models(self) -> str | None:
+    def model_averaging_argument(self) -> str | None:
         """Argument by which models are averaged, not gradients, with its value; None if there is none."""
         if self.averaging_period is not None:
             return f"model_averaging_period={self.averaging_period}"
@@ -105,13 +108,13 @@ class GradientSync:
             model: Model in DDP.
             timeout: Timeout of its collectives; torch's default if None.
         """
-        return None if self.compression is None else begin(self.compression, model, timeout)
+        return None if self.compression is None else create_exchange(self.compression, model, timeout)
 
     def register_hook(
         self,
         model: DistributedDataParallel,
         exchange: CompressedExchange | None = None,
-        share: Share | None = None,
+        share: Contribution | None = None,
     ) -> None:
         """Makes ``model`` exchange its gradients through the communication hook, if there is one.
 
@@ -131,13 +134,13 @@ class GradientSync:
         if hook is not None:
             model.register_comm_hook(state=self.comm_state, hook=hook)
 
-    def bring_together(self, parameters: Iterable[Tensor]) -> None:
+    def average_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Averages parameters over all ranks, if the models may differ. Collective: all ranks call it.
 
         Args:
             parameters: Parameters, the same on all ranks.
         """
-        if self.averages_models is not None:
+        if self.model_averaging_argument is not None:
             for parameter in parameters:
                 dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
 
@@ -215,7 +218,7 @@ class ModelAveraging:
     def __init__(self, optimizers: Iterable[Optimizer], period: int, state: PostLocalSGDState) -> None:
         self._averagers: dict[int, PeriodicModelAverager] = {}
         for optimizer in optimizers:
-            check_is_plain(optimizer, f"model_averaging_period={period}")
+            check_is_not_sharded(optimizer, f"model_averaging_period={period}")
             # One averager per optimizer: a shared averager would count the steps of all optimizers together, and never
             # average some of them.
             self._averagers[id(optimizer)] = PeriodicModelAverager(

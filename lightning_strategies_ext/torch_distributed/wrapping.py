@@ -2,8 +2,8 @@
 
 torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
 unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
-For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`TrainableParameters`
-detects both before the next forward pass.
+For a parameter that is frozen later, DDP waits for a gradient that is never computed.
+:class:`TrainableParameterTracker` detects both before the next forward pass.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from lightning_strategies_ext.torch_distributed.distributed_model import Distrib
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
 DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
 #: Arguments with which DDP changes the module or its parameters, so that the module can be wrapped only once.
-ONCE_ONLY = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
+NOT_REWRAPPABLE = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
 
 _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
@@ -65,7 +65,7 @@ def wrap_in_ddp(
     return model
 
 
-def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
+def rewrap_in_ddp(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
     """Initializes DDP again around the same module, in the same object. Collective: all ranks call it between passes.
 
     Each rank keeps its buffers; communication hooks must be registered again. From torch 2.7 on, nothing is broadcast.
@@ -77,10 +77,10 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
         **ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: If an argument of :data:`ONCE_ONLY` is set.
+        ValueError: If an argument of :data:`NOT_REWRAPPABLE` is set.
     """
     module = model.module
-    for name in ONCE_ONLY:
+    for name in NOT_REWRAPPABLE:
         if ddp_kwargs.get(name) is not None:
             raise ValueError(
                 f"Other parameters of {type(module).__name__} need gradients than when DDP wrapped it. DDP cannot wrap"
@@ -134,7 +134,7 @@ def records_graph(model: DistributedDataParallel) -> bool:
     return model.static_graph and not model._static_graph_delay_allreduce_enqueued
 
 
-class TrainableParameters:
+class TrainableParameterTracker:
     """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
 
     A copy of the model in DDP is not checked.
@@ -157,7 +157,7 @@ class TrainableParameters:
         self._parameters = exchanged_parameters(model)
         self._note(self._need_gradients())
         self._on_change = on_change
-        model.register_forward_pre_hook(self._look)
+        model.register_forward_pre_hook(self._before_forward)
 
     def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
         """Returns the parameters that were added to the module, or have replaced others, since DDP was initialized."""
@@ -171,7 +171,7 @@ class TrainableParameters:
         self._note(self._need_gradients())
         self._on_change(model, trained)
 
-    def check_all_are_known(self) -> None:
+    def check_none_unfrozen(self) -> None:
         """Checks that no parameter was unfrozen since the forward pass began.
 
         Raises:
@@ -192,7 +192,7 @@ class TrainableParameters:
     def _need_gradients(self) -> Sequence[bool]:
         return [*map(_needs_gradient, self._parameters.values())]
 
-    def _look(self, model: Module, args: Any) -> None:
+    def _before_forward(self, model: Module, args: Any) -> None:
         # `model.training` is no criterion: after a validation, Lightning leaves DDP in evaluation mode, but not its
         # module.
         if not torch.is_grad_enabled():

@@ -11,9 +11,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext.torch_distributed.compression.gradients import CompressedGradients
-from lightning_strategies_ext.torch_distributed.compression.models import LocalModels
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.compressed_gradients import CompressedGradients
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.local_sgd import LocalSGDExchange
 
 
 class CompressedExchange(Protocol):
@@ -35,10 +35,10 @@ class CompressedExchange(Protocol):
     def after_step(self, optimizer: Optimizer) -> None:
         """Updates the exchange after a step of an optimizer."""
 
-    def follow(self) -> None:
+    def on_ddp_rebuilt(self) -> None:
         """Continues with other trainable parameters, after DDP was initialized again; the models are equal then."""
 
-    def bring_models_together(self, averages: Iterable[Module]) -> None:
+    def average_models(self, averages: Iterable[Module]) -> None:
         """Averages the models of all ranks, and their averages, if they differ. Collective: all ranks call it.
 
         Args:
@@ -55,7 +55,7 @@ class CompressedExchange(Protocol):
         """Leaves the process groups of the exchange. A second call is a no-op."""
 
 
-def begin(
+def create_exchange(
     compression: Compression, model: DistributedDataParallel, timeout: timedelta | None = None
 ) -> CompressedExchange | None:
     """Creates the exchange of a model. Collective: all ranks of the default group call it.
@@ -69,5 +69,5 @@ def begin(
         The exchange; None for gradients of a single rank.
     """
     if isinstance(compression, LocalSGD):
-        return LocalModels(model, compression, timeout)
+        return LocalSGDExchange(model, compression, timeout)
     return CompressedGradients(model, compression, timeout) if dist.get_world_size() > 1 else None

@@ -27,7 +27,7 @@ from lightning_strategies_ext.torch_distributed.distributed_model import Distrib
 _NEVER = 1 << 30
 
 
-class DDPTimes:
+class DDPExchangeTimer:
     """Times of a model in DDP; implements :class:`lightning_strategies_ext.monitoring.step_recorder.ExchangeTimer`.
 
     Args:
