@@ -44,7 +44,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "horovod_elastic": (":HorovodStrategy(elastic)",),
     # Native build.
     "load_native_library": ("shm.native_build:library", "shm.compilation:library"),
-    "NativeLibraryError": ("shm.compiler:NotCompiledError", "shm.compilation:NotCompiledError"),
+    "NativeLibraryError": (
+        "shm.compiler:NativeLibraryError",
+        "shm.compiler:NotCompiledError",
+        "shm.compilation:NotCompiledError",
+    ),
     # Failure monitor, for `benchmarks.watch`.
     "ThreadActivity": ("failure.thread_activity:ThreadActivity", "failure.activity:Activity"),
     "StatusTable": ("failure.status_table:StatusTable", "failure.board:Board"),

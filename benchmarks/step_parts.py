@@ -36,7 +36,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.report import Spread, of_slowest_rank, parse, print_table, write_json
 from benchmarks.step_time import ALONE, NUM_HIDDEN
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.shm.native import CompiledAllReduce
+from lightning_strategies_ext.shm.native import NativeAllReduce
 
 #: Engine → the size of buckets that chooses it.
 ENGINES = {"direct": None, "reducer": 25}
@@ -45,12 +45,12 @@ ENGINES = {"direct": None, "reducer": 25}
 @contextmanager
 def without_all_reduces() -> Iterator[None]:
     """Lets each compiled all-reduce return at once, without a change of its tensor."""
-    begin = CompiledAllReduce.begin
-    CompiledAllReduce.begin = lambda self, call: True  # type: ignore[method-assign]
+    begin = NativeAllReduce.begin
+    NativeAllReduce.begin = lambda self, call: True  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CompiledAllReduce.begin = begin  # type: ignore[method-assign]
+        NativeAllReduce.begin = begin  # type: ignore[method-assign]
 
 
 def train(engine: str, case: Case, length: Length) -> tuple[float, Tensor]:

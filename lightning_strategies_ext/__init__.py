@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.monitor import CommunicationMonitor as CommunicationMonitor
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
-    from lightning_strategies_ext.torch_distributed.compression.options import BFloat16 as BFloat16
-    from lightning_strategies_ext.torch_distributed.compression.options import Compression as Compression
-    from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo as DiLoCo
-    from lightning_strategies_ext.torch_distributed.compression.options import Float16 as Float16
-    from lightning_strategies_ext.torch_distributed.compression.options import LocalSGD as LocalSGD
-    from lightning_strategies_ext.torch_distributed.compression.options import PowerSGD as PowerSGD
-    from lightning_strategies_ext.torch_distributed.compression.options import TopK as TopK
+    from lightning_strategies_ext.torch_distributed.compression.config import BFloat16 as BFloat16
+    from lightning_strategies_ext.torch_distributed.compression.config import Compression as Compression
+    from lightning_strategies_ext.torch_distributed.compression.config import DiLoCo as DiLoCo
+    from lightning_strategies_ext.torch_distributed.compression.config import Float16 as Float16
+    from lightning_strategies_ext.torch_distributed.compression.config import LocalSGD as LocalSGD
+    from lightning_strategies_ext.torch_distributed.compression.config import PowerSGD as PowerSGD
+    from lightning_strategies_ext.torch_distributed.compression.config import TopK as TopK
 
 __version__ = "0.1.0"
 
@@ -62,13 +62,13 @@ _EXPORTS = {
     "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",
     "HorovodElasticStrategy": "lightning_strategies_ext.pytorch.horovod_elastic",
     "HorovodStrategy": "lightning_strategies_ext.pytorch.horovod",
-    "BFloat16": "lightning_strategies_ext.torch_distributed.compression.options",
-    "Compression": "lightning_strategies_ext.torch_distributed.compression.options",
-    "DiLoCo": "lightning_strategies_ext.torch_distributed.compression.options",
-    "Float16": "lightning_strategies_ext.torch_distributed.compression.options",
-    "LocalSGD": "lightning_strategies_ext.torch_distributed.compression.options",
-    "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.options",
-    "TopK": "lightning_strategies_ext.torch_distributed.compression.options",
+    "BFloat16": "lightning_strategies_ext.torch_distributed.compression.config",
+    "Compression": "lightning_strategies_ext.torch_distributed.compression.config",
+    "DiLoCo": "lightning_strategies_ext.torch_distributed.compression.config",
+    "Float16": "lightning_strategies_ext.torch_distributed.compression.config",
+    "LocalSGD": "lightning_strategies_ext.torch_distributed.compression.config",
+    "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.config",
+    "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "DifferentModelsError": "lightning_strategies_ext.exceptions",

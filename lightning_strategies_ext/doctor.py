@@ -228,13 +228,13 @@ def _shared_memory() -> str:
 def _shm() -> str:
     from lightning_strategies_ext import shm
     from lightning_strategies_ext.shm import native_build
-    from lightning_strategies_ext.shm.compiler import NotCompiledError
+    from lightning_strategies_ext.shm.compiler import NativeLibraryError
 
     if not shm.is_available():
         return "requires Linux; gloo is used instead"
     try:
         native_build.library()
-    except NotCompiledError as error:
+    except NativeLibraryError as error:
         return f"works, but all-reduces are slower, because the native library is not compiled: {error}"
     return "works, with the compiled native library"
 

@@ -18,7 +18,7 @@ import sys
 from functools import cache
 
 from lightning_strategies_ext.shm import native_build
-from lightning_strategies_ext.shm.compiler import NotCompiledError
+from lightning_strategies_ext.shm.compiler import NativeLibraryError
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def make_fork_safe() -> bool:
         return True
     try:
         lock, functions = _lock_of_threads(), native_build.library().functions
-    except (LookupError, NotCompiledError) as error:
+    except (LookupError, NativeLibraryError) as error:
         log.info(
             "A DataLoader worker may hang at startup, because %s. Use Python 3.12 or later, which does not"
             " have this bug.",

@@ -32,11 +32,11 @@ from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
-from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
+from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Float16, resolve_compression
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, explain_unused_parameters
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
@@ -110,14 +110,16 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
                 " PeriodicModelAverager, or use the Trainer."
             )
         check_ddp_kwargs(kwargs)
-        asked_for = compression_of(compression)
+        asked_for = resolve_compression(compression)
         if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
             raise ValueError(
                 f"`compression={compression!r}` has state that belongs in checkpoints, and needs the optimizers. Use"
                 " 'bf16' or 'fp16' under Fabric, or the Trainer, whose strategy supports all compressions."
             )
-        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for)
-        self._gradient_sync.check_goes_with(kwargs)
+        self._gradient_sync = GradientSyncOptions(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for
+        )
+        self._gradient_sync.check_compatible(kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -64,20 +64,20 @@ from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimizat
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
-from lightning_strategies_ext.torch_distributed.compression.options import (
+from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Compression,
     CompressionName,
     Float16,
-    compression_of,
+    resolve_compression,
 )
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
-from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
-    GradientSync,
+    GradientSyncOptions,
     advise_static_graph,
     explain_unused_parameters,
 )
@@ -119,7 +119,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
             epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
-            ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
+            ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
@@ -168,8 +168,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._tunes_buckets = take_auto(
             kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven
         )
-        self._gradient_sync = GradientSync(
-            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
+        self._gradient_sync = GradientSyncOptions(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, resolve_compression(compression)
         )
         self._check_exchange(uneven_inputs, kwargs)
         super().__init__(
@@ -321,7 +321,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
-        self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
+        self._gradient_sync.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
 
     def _check_batch_norm(self, module: Module) -> None:
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
@@ -429,8 +429,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
-        share = None if self._uneven_inputs == "error" else Share()
-        self._stage_context.gradient_exchange = DDPExchange(ddp_model, share or Share())
+        share = None if self._uneven_inputs == "error" else Contribution()
+        self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, share or Contribution())
         context = FeatureContext(
             self._gradient_sync,
             {**self._ddp_kwargs},
@@ -547,7 +547,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         begin_ns = 0 if self._observer is None else time.time_ns()
         for after_optimizer_step in self._features.after_optimizer_step:
             after_optimizer_step(optimizer)
-        if self._observer is not None and self._gradient_sync.averages_models is not None:
+        if self._observer is not None and self._gradient_sync.model_averaging_argument is not None:
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
 

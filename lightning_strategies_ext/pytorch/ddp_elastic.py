@@ -78,7 +78,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_elastic_compatible(uneven_inputs, self._gradient_sync.averages_models)
+        check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     def _find_job(self) -> TorchrunJob:

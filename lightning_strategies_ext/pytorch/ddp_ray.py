@@ -213,14 +213,14 @@ def _output_directories(trainer: "pl.Trainer") -> list[str]:
     return [path for path in dict.fromkeys(str(path) for path in found if path) if "://" not in path]
 
 
-def _check_shared_storage(signs: list[str], rank: int) -> None:
-    for sign in signs:
-        if not os.path.exists(sign):
+def _check_shared_storage(probe_files: list[str], rank: int) -> None:
+    for file in probe_files:
+        if not os.path.exists(file):
             cure = "add CPUs of the main process's host to the cluster, so that rank 0 runs there"
             if rank:
                 cure = "omit `elastic`, with which any rank may have to write files after others are lost"
             raise RuntimeError(
                 f"Rank {rank} on {socket.gethostname()} does not see the main process's directory"
-                f" {os.path.dirname(sign)}, so checkpoints and logs would be lost. Set `default_root_dir` (and the"
+                f" {os.path.dirname(file)}, so checkpoints and logs would be lost. Set `default_root_dir` (and the"
                 f" directories of callbacks and loggers) to shared storage, such as NFS or 's3://…', or {cure}."
             )

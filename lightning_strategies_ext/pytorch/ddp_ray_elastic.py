@@ -85,7 +85,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _disconnect(self) -> None:
-        disconnect(self._other_peers, by_host=False)  # some connections to other hosts are Ray's
+        disconnect(self._other_peers, match_hosts=False)  # some connections to other hosts are Ray's
 
     def _abort_world(self, world: int) -> None:
         """Disconnects this rank from a world with a lost peer, for which it may be waiting. Runs in its own thread."""

@@ -123,7 +123,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
         # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_elastic_compatible(uneven_inputs, self._gradient_sync.averages_models)
+        check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
         super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     @override

@@ -35,7 +35,7 @@ from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
+from lightning_strategies_ext.torch_distributed.exchange_timer import DDPExchangeTimer
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class CommunicationMonitor(Callback):
         self.rank_times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
         strategy, model = trainer.strategy, trainer.strategy.model
-        exchange_timer = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
+        exchange_timer = DDPExchangeTimer(model) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = StepRecorder(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
@@ -341,7 +341,7 @@ class CommunicationMonitor(Callback):
             self.files.append(directory / "timeline.png")
 
 
-def _counter_of(strategy: Any, exchange_timer: DDPTimes | None) -> Callable[[int], int] | None:
+def _counter_of(strategy: Any, exchange_timer: DDPExchangeTimer | None) -> Callable[[int], int] | None:
     """Returns a function that counts the bytes of the last steps; None if the session is notified of each exchange."""
     if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
         last = strategy.num_bytes_exchanged
@@ -374,7 +374,7 @@ def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> JobTraits:
     model = strategy.model
     return JobTraits(
         compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
-        num_buckets=DDPTimes(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
+        num_buckets=DDPExchangeTimer(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
         num_hosts=len({window.host for window in windows}),
         is_compressed=isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None,
         is_stock=not is_ours and isinstance(model, DistributedDataParallel),

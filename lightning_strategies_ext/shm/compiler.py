@@ -22,7 +22,7 @@ _TIMEOUT_S: Final = 120.0
 _QUOTED: Final = 300
 
 
-class NotCompiledError(Exception):
+class NativeLibraryError(Exception):
     """Raised when no native library is available. The message states why."""
 
 
@@ -30,13 +30,13 @@ def command() -> list[str]:
     """Returns the command of the C compiler: the environment variable ``CC``, else the first usual name that exists.
 
     Raises:
-        NotCompiledError: If no compiler is found.
+        NativeLibraryError: If no compiler is found.
     """
     named = shlex.split(os.environ.get("CC", ""))
     for words in [named] if named else [[name] for name in _COMPILERS]:
         if shutil.which(words[0]):
             return words
-    raise NotCompiledError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
+    raise NativeLibraryError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
 
 
 def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -48,7 +48,7 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
         environment: Environment variables of the compiler; those of this process if None.
 
     Raises:
-        NotCompiledError: If the compiler does not run, or fails.
+        NativeLibraryError: If the compiler does not run, or fails.
     """
     words = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES)]
     try:
@@ -56,9 +56,9 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
             words, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(f"{compiler[0]} does not run ({error})") from error
+        raise NativeLibraryError(f"{compiler[0]} does not run ({error})") from error
     if done.returncode:
-        raise NotCompiledError(f"{compiler[0]} fails: {_last_lines(done.stderr.strip()) or done.returncode}")
+        raise NativeLibraryError(f"{compiler[0]} fails: {_last_lines(done.stderr.strip()) or done.returncode}")
 
 
 def _last_lines(text: str) -> str:

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.shm import native_build
-from lightning_strategies_ext.shm.compiler import NotCompiledError
-from lightning_strategies_ext.shm.execution import Execution
-from lightning_strategies_ext.shm.gloo import GlooBeside
-from lightning_strategies_ext.shm.links import LinkedRank
-from lightning_strategies_ext.shm.native import MAX_RANKS, CompiledAllReduce
+from lightning_strategies_ext.shm.compiler import NativeLibraryError
+from lightning_strategies_ext.shm.executor import OperationExecutor
+from lightning_strategies_ext.shm.gloo_fallback import GlooFallback
+from lightning_strategies_ext.shm.links import LocalPeer
+from lightning_strategies_ext.shm.native import MAX_RANKS, NativeAllReduce
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
-from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, chosen_num_bytes, create, mapped
+from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, create, mapped, resolve_num_bytes
 
 #: Messages that have been printed, which are not repeated for each group.
 _said: set[str] = set()
@@ -48,20 +48,20 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"`pg_options={options!r}`: the backend 'shm' accepts a ShmOptions or None.")
-    _keep_dynamo_out()
+    _exclude_from_dynamo()
     rank, size, store = torch_options.group_rank, torch_options.group_size, torch_options.store
-    num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
+    num_bytes = resolve_num_bytes(None if options is None else options.segment_num_bytes, size)
     timeout: timedelta = torch_options.timeout
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore("shm", store))
-    library = _compiled_library(rank)
+    library = _native_library(rank)
     try:
         own_fd, problem = _try_to_create(num_bytes, rank)
-        said = rendezvous.announce({"problem": problem, "compiled": library is not None}, deadline)
+        said = rendezvous.announce({"problem": problem, "has_native": library is not None}, deadline)
         local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
         leaders = _leaders_of(said)
         with restrict_gloo(is_one_host=len(leaders) == 1):
-            gloo = GlooBeside(dist.PrefixStore("gloo", store), rank, size, timeout)
+            gloo = GlooFallback(dist.PrefixStore("gloo", store), rank, size, timeout)
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
@@ -70,7 +70,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         assert own_fd is not None
         names = torch_options.global_ranks_in_group or range(size)
         peers = {
-            place: LinkedRank(other, names[other], said[other]["pid"])
+            place: LocalPeer(other, names[other], said[other]["pid"])
             for place, other in enumerate(local)
             if other != rank
         }
@@ -80,24 +80,24 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
     place = local.index(rank)
     rounds = Rounds(place, peers, links, segments)
-    compiled = None
-    has_library = all(words["compiled"] for words in said)
+    native = None
+    has_library = all(words["has_native"] for words in said)
     if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
-        compiled = CompiledAllReduce(library, place, peers, links, segments)
-    between = None
+        native = NativeAllReduce(library, place, peers, links, segments)
+    leader_group = None
     if len(leaders) > 1 and rank in leaders:
         with restrict_gloo(is_one_host=False):
             prefix = dist.PrefixStore("leaders", store)
-            between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
+            leader_group = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
     share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
-    return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, share_memory, gloo, between)
+    return ShmProcessGroup(rank, size, OperationExecutor(rounds), rounds, native, share_memory, gloo, leader_group)
 
 
 def _share_memory(
     rank: int,
     size: int,
     store: dist.Store,
-    peers: Mapping[int, LinkedRank],
+    peers: Mapping[int, LocalPeer],
     timeout: timedelta,
     numbers: Iterator[int],
     num_bytes: int,
@@ -123,7 +123,7 @@ def _share_memory(
 
 
 @cache
-def _keep_dynamo_out() -> None:
+def _exclude_from_dynamo() -> None:
     """Excludes the group's methods from tracing by torch.compile.
 
     C++ code calls them while a module is traced: DDP broadcasts buffers that way. Dynamo would trace the method and
@@ -138,15 +138,16 @@ def _keep_dynamo_out() -> None:
     wrapt.register_post_import_hook(leave_alone, "torch._dynamo.trace_rules")
 
 
-def _compiled_library(rank: int) -> ctypes.CDLL | None:
+def _native_library(rank: int) -> ctypes.CDLL | None:
     try:
-        library, not_kept = native_build.library()
-    except NotCompiledError as error:
-        _say_once(rank, f"the shared-memory all-reduce runs in Python, which is slower: {error}.")
+        library, uncached_reason = native_build.library()
+    except NativeLibraryError as error:
+        _print_notice_once(rank, f"the shared-memory all-reduce runs in Python, which is slower: {error}.")
         return None
-    if not_kept:
-        _say_once(
-            rank, f"each process compiles the all-reduce of 'shm' again, because it cannot be stored: {not_kept}."
+    if uncached_reason:
+        _print_notice_once(
+            rank,
+            f"each process compiles the all-reduce of 'shm' again, because it cannot be stored: {uncached_reason}.",
         )
     return library
 
@@ -177,7 +178,7 @@ def _leaders_of(said: list[dict[str, Any]]) -> list[int]:
     return list(first.values())
 
 
-def _say_once(rank: int, message: str) -> None:
+def _print_notice_once(rank: int, message: str) -> None:
     if message not in _said:
         _said.add(message)
         _say(rank, message)

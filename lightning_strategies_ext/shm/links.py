@@ -37,7 +37,7 @@ _LONGEST_POLL_S: Final = 86_400.0
 
 
 @dataclass(frozen=True)
-class LinkedRank:
+class LocalPeer:
     """Another rank of this host.
 
     Attributes:
@@ -61,7 +61,7 @@ class PeerLostError(DistBackendError):
         peer: The peer, or None.
     """
 
-    def __init__(self, message: str, peer: LinkedRank | None = None) -> None:
+    def __init__(self, message: str, peer: LocalPeer | None = None) -> None:
         super().__init__(message)
         self.peer = peer
 
@@ -73,14 +73,14 @@ class Links:
         sockets: Connected socket of each peer.
     """
 
-    def __init__(self, sockets: dict[LinkedRank, socket.socket]) -> None:
+    def __init__(self, sockets: dict[LocalPeer, socket.socket]) -> None:
         self._sockets = sockets
         self._by_fd = {link.fileno(): peer for peer, link in sockets.items()}
-        self._early: dict[LinkedRank, deque[bytes]] = {peer: deque() for peer in sockets}
-        self._gone: set[LinkedRank] = set()
+        self._early: dict[LocalPeer, deque[bytes]] = {peer: deque() for peer in sockets}
+        self._gone: set[LocalPeer] = set()
         _open.add(self)
 
-    def send(self, peer: LinkedRank, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, peer: LocalPeer, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Sends one message.
 
         Raises:
@@ -95,7 +95,7 @@ class Links:
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(link, select.POLLOUT)
-                if not polled(poller, deadline):
+                if not poll_until(poller, deadline):
                     raise TimeoutError(f"{peer} has received no data") from None
             except (BrokenPipeError, ConnectionError):
                 self._read_early(peer)
@@ -103,7 +103,7 @@ class Links:
                     return  # the peer had sent its messages before it left; `receive` raises later
                 raise self._lost(peer) from None
 
-    def receive(self, peer: LinkedRank, into: memoryview) -> int:
+    def receive(self, peer: LocalPeer, into: memoryview) -> int:
         """Receives the next message of a peer, if one has arrived.
 
         Returns:
@@ -130,7 +130,7 @@ class Links:
             self._check_goes_on(peer, into[:num_bytes])
         return max(num_bytes, 0)
 
-    def has_message(self, peer: LinkedRank) -> bool:
+    def has_message(self, peer: LocalPeer) -> bool:
         """Returns whether :meth:`receive` would return a message or raise; discards messages of kind WAKE."""
         link = self._sockets[peer]
         while not self._early[peer] and peer not in self._gone:
@@ -144,11 +144,11 @@ class Links:
                 return True
         return True
 
-    def fileno(self, peer: LinkedRank) -> int:
+    def fileno(self, peer: LocalPeer) -> int:
         """Returns the descriptor of the socket to a peer."""
         return self._sockets[peer].fileno()
 
-    def wait(self, awaited: Sequence[LinkedRank], deadline: float) -> None:
+    def wait(self, awaited: Sequence[LocalPeer], deadline: float) -> None:
         """Sleeps until the first awaited peer has sent a message, or any of them has exited or left the group.
 
         Args:
@@ -161,7 +161,7 @@ class Links:
         """
         first, *others = awaited
         for peer in awaited:
-            self._check_may_come(peer)
+            self._check_is_connected(peer)
         if self._early[first]:
             return
         poller = select.poll()
@@ -170,7 +170,7 @@ class Links:
             # Messages of these peers are read later, but their exit must be detected at once.
             if peer not in self._gone:
                 poller.register(self._sockets[peer], select.POLLRDHUP)
-        events = polled(poller, deadline)
+        events = poll_until(poller, deadline)
         if not events:
             names = ", ".join(str(peer) for peer in awaited)
             raise TimeoutError(f"no data arrived from {names}")
@@ -178,9 +178,9 @@ class Links:
             if event & ~select.POLLIN:
                 peer = self._by_fd[fd]
                 self._read_early(peer)
-                self._check_may_come(peer)
+                self._check_is_connected(peer)
 
-    def shut(self, kind: int, reason: str = "") -> None:
+    def shut_down(self, kind: int, reason: str = "") -> None:
         """Leaves the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
@@ -195,7 +195,7 @@ class Links:
             link.close()
         self._gone.update(self._sockets)
 
-    def _check_may_come(self, peer: LinkedRank) -> None:
+    def _check_is_connected(self, peer: LocalPeer) -> None:
         """Raises PeerLostError if the peer has exited or left the group without another message."""
         early = self._early[peer]
         if early:
@@ -203,14 +203,14 @@ class Links:
         elif peer in self._gone:
             raise self._lost(peer)
 
-    def _check_goes_on(self, peer: LinkedRank, message: bytes | memoryview) -> None:
+    def _check_goes_on(self, peer: LocalPeer, message: bytes | memoryview) -> None:
         if message[0] == LEFT:
             raise PeerLostError(f"{peer} has left the process group while this rank waits for it", peer)
         if message[0] == BROKEN:
             said = bytes(message[HEADER.size :]).decode(errors="replace")
             raise PeerLostError(f"{peer} has failed: {said}", peer)
 
-    def _read_early(self, peer: LinkedRank) -> None:
+    def _read_early(self, peer: LocalPeer) -> None:
         """Reads and stores the messages that a peer has sent before it exited or left the group."""
         while peer not in self._gone:
             into = bytearray(MESSAGE_NUM_BYTES)
@@ -222,7 +222,7 @@ class Links:
             elif into[0] != WAKE:
                 self._early[peer].append(bytes(into[:num_bytes]))
 
-    def _take(self, peer: LinkedRank, into: memoryview) -> int:
+    def _take(self, peer: LocalPeer, into: memoryview) -> int:
         """Reads one message. Returns its size in bytes, 0 at the end of the stream, -1 if none has arrived."""
         for _ in range(2):
             try:
@@ -236,7 +236,7 @@ class Links:
                 return 0
         return 0
 
-    def _lost(self, peer: LinkedRank) -> PeerLostError:
+    def _lost(self, peer: LocalPeer) -> PeerLostError:
         return PeerLostError(f"{peer} has ended while this rank waits for it", peer)
 
 
@@ -253,7 +253,7 @@ if hasattr(os, "register_at_fork"):  # Windows forks nothing
     os.register_at_fork(after_in_child=_close_all)
 
 
-def polled(poller: "select.poll", deadline: float) -> list[tuple[int, int]]:
+def poll_until(poller: "select.poll", deadline: float) -> list[tuple[int, int]]:
     """Returns the events that occur before a deadline, on the monotonic clock in seconds; empty if none occurs."""
     while True:
         left_s = max(0.0, deadline - time.monotonic())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ReduceOp
 
-from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, LinkedRank, Links, PeerLostError
+from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, LocalPeer, PeerLostError
 from lightning_strategies_ext.shm.rounds import SPIN_S
-from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
+from lightning_strategies_ext.shm.segments import CONTROL_BLOCK_NUM_BYTES, Segment
 
 #: Maximum number of ranks on one host that the library supports.
 MAX_RANKS: Final = 64
@@ -41,7 +41,7 @@ class SharedCopies(NamedTuple):
     memory: Sequence[Tensor]
 
 
-class Call(NamedTuple):
+class AllReduceCall(NamedTuple):
     """Arguments of one all-reduce for the library, with the tensors whose memory it reads and writes."""
 
     tensor: Tensor
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     copies: SharedCopies | None
 
 
-class CompiledAllReduce:
+class NativeAllReduce:
     """Runs the all-reduces of one rank with the native library.
 
     Args:
@@ -72,7 +72,7 @@ class CompiledAllReduce:
         self,
         library: ctypes.CDLL,
         rank: int,
-        peers: dict[int, LinkedRank],
+        peers: dict[int, LocalPeer],
         links: Links,
         segments: Sequence[Segment],
     ) -> None:
@@ -85,31 +85,31 @@ class CompiledAllReduce:
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
-        areas = (ctypes.c_void_p * self._size)(*(segment.board.data_ptr() for segment in segments))
+        areas = (ctypes.c_void_p * self._size)(*(segment.control_block.data_ptr() for segment in segments))
         fds = [links.fileno(peers[place]) if place in peers else -1 for place in range(self._size)]
-        slot_num_bytes = min(segment.compiled_slot_num_bytes for segment in segments)
+        slot_num_bytes = min(segment.native_slot_num_bytes for segment in segments)
         library.all_reduce_open(
             self._group,
             rank,
             self._size,
             areas,
-            BOARD_NUM_BYTES,
+            CONTROL_BLOCK_NUM_BYTES,
             slot_num_bytes,
             (ctypes.c_int * self._size)(*fds),
             HEADER.pack(WAKE, 0, 0, 0),
         )
 
     @staticmethod
-    def does(tensor: Tensor, op: Any) -> bool:
+    def supports(tensor: Tensor, op: Any) -> bool:
         """Returns whether the library supports a tensor and an operator. If not, all ranks use rounds."""
         return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
     @staticmethod
-    def call_for(flat: Tensor, op: Any, copies: SharedCopies | None = None) -> Call:
+    def prepare(flat: Tensor, op: Any, copies: SharedCopies | None = None) -> AllReduceCall:
         """Returns the argument of :meth:`begin`; raises before an operation has begun.
 
         Args:
-            flat: Contiguous tensor on the CPU that :meth:`does` supports.
+            flat: Contiguous tensor on the CPU that :meth:`supports` supports.
             op: Reduction operator: SUM or AVG.
             copies: Memory for the result, of the size of the tensor; None to reduce the tensor in place.
 
@@ -117,16 +117,16 @@ class CompiledAllReduce:
             RuntimeError: If the tensor has no memory.
         """
         is_average = _IS_AVERAGE[getattr(op, "op", op)]
-        return Call(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies)
+        return AllReduceCall(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies)
 
-    def begin(self, call: Call) -> bool:
-        """Begins to reduce a tensor. Returns whether it is finished; otherwise :meth:`go_on` continues."""
+    def begin(self, call: AllReduceCall) -> bool:
+        """Begins to reduce a tensor. Returns whether it is finished; otherwise :meth:`resume` continues."""
         _, *numbers, copies = call
         pointers = None if copies is None else copies.pointers
         self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers)
         return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
 
-    def go_on(self, call: Call) -> Generator[None, None, None]:
+    def resume(self, call: AllReduceCall) -> Generator[None, None, None]:
         """Continues after :meth:`begin`; yields whenever other ranks are not ready yet.
 
         Args:
@@ -140,11 +140,11 @@ class CompiledAllReduce:
                 raise self._mismatch(state - _MISMATCH)
             yield
 
-    def go_through(self, calls: Sequence[Call]) -> Generator[None, None, None]:
-        """Reduces tensors in place, one after the other, with :meth:`begin` and :meth:`go_on`."""
+    def run(self, calls: Sequence[AllReduceCall]) -> Generator[None, None, None]:
+        """Reduces tensors in place, one after the other, with :meth:`begin` and :meth:`resume`."""
         for call in calls:
             if not self.begin(call):
-                yield from self.go_on(call)
+                yield from self.resume(call)
 
     def wait(self, deadline: float) -> None:
         """Sleeps until an awaited rank has published data.

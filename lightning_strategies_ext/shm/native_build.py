@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
-from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NotCompiledError
+from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NativeLibraryError
 
 #: Environment variable; with the value 0, Python code replaces the native library.
-VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
+DISABLE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
 #: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
 
@@ -30,11 +30,11 @@ class Library(NamedTuple):
 
     Attributes:
         functions: The library.
-        not_kept: Why each process compiles the library; empty if it is stored for later processes.
+        uncached_reason: Why each process compiles the library; empty if it is stored for later processes.
     """
 
     functions: ctypes.CDLL
-    not_kept: str
+    uncached_reason: str
 
 
 @cache
@@ -42,44 +42,44 @@ def library() -> Library:
     """Loads the library of the wheel, or else the stored one; compiles it if necessary. Later calls return the same.
 
     Raises:
-        NotCompiledError: If the user has disabled the library, there is no compiler, or the compiler fails.
+        NativeLibraryError: If the user has disabled the library, there is no compiler, or the compiler fails.
     """
-    if os.environ.get(VARIABLE, "1") == "0":
-        raise NotCompiledError(f"{VARIABLE}=0")
+    if os.environ.get(DISABLE_VARIABLE, "1") == "0":
+        raise NativeLibraryError(f"{DISABLE_VARIABLE}=0")
     if IN_WHEEL.exists():
         try:
             return Library(_load(IN_WHEEL), "")
-        except NotCompiledError:
+        except NativeLibraryError:
             pass  # it was built for another C library than that of this system
-    not_kept = ""
-    kept: Path | None = None
+    uncached_reason = ""
+    cached: Path | None = None
     try:
-        kept = user_cache.create(user_cache.directory("shm")) / f"all_reduce-{_key()}.so"
-        return Library(_load(user_cache.safe_path(kept)), "")
+        cached = user_cache.create(user_cache.directory("shm")) / f"all_reduce-{_key()}.so"
+        return Library(_load(user_cache.safe_path(cached)), "")
     except FileNotFoundError as error:
-        not_kept = "" if kept is not None else str(error)
-    except NotCompiledError:
+        uncached_reason = "" if cached is not None else str(error)
+    except NativeLibraryError:
         pass  # the file is not a library: compile it again
     except OSError as error:
-        kept, not_kept = None, str(error)
-    return _compiled(kept, not_kept)
+        cached, uncached_reason = None, str(error)
+    return _compile(cached, uncached_reason)
 
 
-def _compiled(kept: Path | None, not_kept: str) -> Library:
+def _compile(cached: Path | None, uncached_reason: str) -> Library:
     command = compiler.command()
     try:
         with tempfile.TemporaryDirectory() as directory:
             made = Path(directory, "all_reduce.so")
             compiler.compile_library(command, made)
-            if kept is not None:
+            if cached is not None:
                 try:
-                    user_cache.store_file(made, kept)
-                    return Library(_load(kept), "")
+                    user_cache.store_file(made, cached)
+                    return Library(_load(cached), "")
                 except OSError as error:
-                    not_kept = str(error)
-            return Library(_load(made), not_kept)
+                    uncached_reason = str(error)
+            return Library(_load(made), uncached_reason)
     except OSError as error:
-        raise NotCompiledError(f"there is no directory for the compiled library ({error})") from error
+        raise NativeLibraryError(f"there is no directory for the compiled library ({error})") from error
 
 
 def _key() -> str:
@@ -97,7 +97,7 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NotCompiledError(f"{path} cannot be loaded ({error})") from error
+        raise NativeLibraryError(f"{path} cannot be loaded ({error})") from error
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name, result, arguments in (
         ("all_reduce_group_bytes", size, []),

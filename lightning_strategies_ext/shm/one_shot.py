@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_strategies_ext.shm.reduction import Reduction
 
 #: Maximum number of bytes that a rank sends; with more, gloo's ring was as fast or faster.
-_MOST_NUM_BYTES: Final = 2**18
+_MAX_NUM_BYTES: Final = 2**18
 #: Maximum number of bytes that a host sends in addition to those of a ring; at 100 Mbit/s, more would take longer than
 #: the time saved.
-_MOST_MORE_NUM_BYTES: Final = 2**15
+_MAX_EXTRA_NUM_BYTES: Final = 2**15
 
 
 def is_short(num_bytes: float, num_ranks: int, num_sharing: int = 1) -> bool:
@@ -30,7 +30,7 @@ def is_short(num_bytes: float, num_ranks: int, num_sharing: int = 1) -> bool:
         num_sharing: Number of ranks per host that all-reduce at the same time, each with ranks of other hosts.
     """
     num_sent, by_ring = (num_ranks - 1) * num_bytes, 2 * (num_ranks - 1) / num_ranks * num_bytes
-    return num_sent <= _MOST_NUM_BYTES and num_sharing * (num_sent - by_ring) <= _MOST_MORE_NUM_BYTES
+    return num_sent <= _MAX_NUM_BYTES and num_sharing * (num_sent - by_ring) <= _MAX_EXTRA_NUM_BYTES
 
 
 class OneShotAllReduce:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_strategies_ext.shm.segments import chosen_num_bytes
+from lightning_strategies_ext.shm.segments import resolve_num_bytes
 
 
 @dataclass
@@ -21,4 +21,4 @@ class ShmOptions:
     segment_num_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        chosen_num_bytes(self.segment_num_bytes)
+        resolve_num_bytes(self.segment_num_bytes)

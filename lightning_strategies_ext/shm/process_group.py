@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from lightning_strategies_ext.shm import collectives
-from lightning_strategies_ext.shm.across_hosts import AllReduceAcrossHosts
-from lightning_strategies_ext.shm.call_times import timed
-from lightning_strategies_ext.shm.calls import Kind, number_of
-from lightning_strategies_ext.shm.collectives import Plan
-from lightning_strategies_ext.shm.execution import Execution, deadline_of, is_asynchronous
-from lightning_strategies_ext.shm.gloo import AllOf, GlooBeside, or_by_dispatcher
-from lightning_strategies_ext.shm.native import CompiledAllReduce, SharedCopies
+from lightning_strategies_ext.shm import algorithms
+from lightning_strategies_ext.shm.algorithms import Plan
+from lightning_strategies_ext.shm.blocking_times import recorded
+from lightning_strategies_ext.shm.executor import OperationExecutor, deadline_of, is_asynchronous
+from lightning_strategies_ext.shm.gloo_fallback import CombinedWork, GlooFallback, with_dispatcher_fallback
+from lightning_strategies_ext.shm.hierarchical_all_reduce import HierarchicalAllReduce
+from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
+from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
-from lightning_strategies_ext.shm.short_forms import or_in_short
-from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing, then_copy
-from lightning_strategies_ext.shm.work import Exchange, Progress, ShmWork
+from lightning_strategies_ext.shm.single_tensor_forms import accept_single_tensor
+from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing, with_copy_back
+from lightning_strategies_ext.shm.work import OperationSteps, ShmWork, Waitable
 
 _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
@@ -42,9 +42,9 @@ class ShmProcessGroup(dist.ProcessGroup):
     Args:
         rank: Rank of this process.
         size: Number of ranks.
-        execution: Object that executes operations.
+        executor: Object that executes operations.
         rounds: Rounds of the ranks of this host.
-        compiled: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
+        native: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
         share_memory: Function that maps memory of a size in bytes for :meth:`share_memory`.
         gloo: Backend of all ranks, for other operations.
         leaders: gloo group of the first rank of each host; None if there is one host, or this rank is not a first rank.
@@ -58,11 +58,11 @@ class ShmProcessGroup(dist.ProcessGroup):
         self,
         rank: int,
         size: int,
-        execution: Execution,
+        executor: OperationExecutor,
         rounds: Rounds,
-        compiled: CompiledAllReduce | None,
+        native: NativeAllReduce | None,
         share_memory: Callable[[int], list[Tensor]],
-        gloo: GlooBeside,
+        gloo: GlooFallback,
         leaders: Any,
     ) -> None:
         super().__init__(rank, size)
@@ -74,13 +74,13 @@ class ShmProcessGroup(dist.ProcessGroup):
             if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 requires it
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._backend = gloo
-        self._execution = execution
+        self._executor = executor
         self._rounds = rounds
-        self._across_hosts = AllReduceAcrossHosts(rounds, compiled, leaders)
+        self._hierarchical = HierarchicalAllReduce(rounds, native, leaders)
         self.spans_hosts = rounds.size < size
-        self._compiled = None if self.spans_hosts else compiled
+        self._native = None if self.spans_hosts else native
         self._share_memory = share_memory
-        self._finalizer = weakref.finalize(self, execution.close)
+        self._finalizer = weakref.finalize(self, executor.close)
 
     def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
         """Returns the name of the backend, "shm"."""
@@ -89,7 +89,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @property
     def is_compiled(self) -> bool:
         """Whether the native library runs all-reduces, at least of float32 and float64 tensors."""
-        return self._compiled is not None
+        return self._native is not None
 
     def share_memory(self, num_bytes: int) -> list[Tensor]:
         """Maps further shared memory of each rank. Collective: all ranks call it; all must be on one host.
@@ -120,14 +120,14 @@ class ShmProcessGroup(dist.ProcessGroup):
             torch.distributed.DistBackendError: If a synchronous operation has failed; the handle of an asynchronous
                 operation raises this error instead.
         """
-        assert self._compiled is not None
+        assert self._native is not None
         with _recorded("all_reduce"):
-            return self._execution.all_reduce(self._compiled, tensor, opts, self._backend.timeout, copies)
+            return self._executor.all_reduce(self._native, tensor, opts, self._backend.timeout, copies)
 
     @property
-    def waiting_for(self) -> ShmWork | None:
+    def current_work(self) -> ShmWork | None:
         """The first operation of this rank that has started and not ended, or None."""
-        return self._execution.waiting_for
+        return self._executor.current_work
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of operations that are started later."""
@@ -145,50 +145,50 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
-        compiled = self._compiled
+        native = self._native
         # Nearly all calls take this path. It is short because a large tensor evicts its code from the core's caches.
-        if compiled is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
+        if native is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
             tensor, opts = args[0][0], args[1]
-            if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, opts.reduceOp):
+            if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and native.supports(tensor, opts.reduceOp):
                 with _recorded("all_reduce"):
-                    return self._execution.all_reduce(compiled, tensor, opts, self._backend.timeout)
+                    return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
         return self._all_reduce(*args, **kwargs)
 
-    @or_in_short(dist.AllreduceOptions, ["tensors"], ["op", "timeout"])
-    @or_by_dispatcher("allreduce")
+    @accept_single_tensor(dist.AllreduceOptions, ["tensors"], ["op", "timeout"])
+    @with_dispatcher_fallback("allreduce")
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         if tensors[0].layout != torch.strided:
             return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
         return self._all_reduce_coalesced(tensors, opts or dist.AllreduceOptions())
 
-    @or_by_dispatcher("allreduce_coalesced")
+    @with_dispatcher_fallback("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
-        return _of_each(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
+        return _work_per_tensor(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if self.spans_hosts:
             flats = [flat(tensor, "all_reduce") for tensor in tensors]
             reductions = [self._reduction(opts, row) for row in flats]
             deadline = deadline_of(opts, self._backend.timeout)
-            progress = self._across_hosts.go_through(flats, reductions, deadline)
-            return self._carry_out("all_reduce", progress, self._across_hosts, flats, tensors, tensors, deadline, opts)
-        compiled = self._compiled
-        if compiled is not None and all(compiled.does(tensor, opts.reduceOp) for tensor in tensors):
+            progress = self._hierarchical.run(flats, reductions, deadline)
+            return self._start_work("all_reduce", progress, self._hierarchical, flats, tensors, tensors, deadline, opts)
+        native = self._native
+        if native is not None and all(native.supports(tensor, opts.reduceOp) for tensor in tensors):
             flats = [flat(tensor, "all_reduce") for tensor in tensors]
-            progress = compiled.go_through([compiled.call_for(row, opts.reduceOp) for row in flats])
+            progress = native.run([native.prepare(row, opts.reduceOp) for row in flats])
             deadline = deadline_of(opts, self._backend.timeout)
-            return self._carry_out("all_reduce", progress, compiled, flats, tensors, tensors, deadline, opts)
+            return self._start_work("all_reduce", progress, native, flats, tensors, tensors, deadline, opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.joined(
-                [collectives.all_reduce(self._rounds, row, self._reduction(opts, row)) for row in flats]
+            return algorithms.concatenate_plans(
+                [algorithms.all_reduce(self._rounds, row, self._reduction(opts, row)) for row in flats]
             )
 
-        return self._start(Kind.ALL_REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp)
+        return self._start(CollectiveKind.ALL_REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp)
 
-    @or_in_short(dist.ReduceOptions, ["tensor"], ["root", "op", "timeout"])
-    @or_by_dispatcher("reduce")
+    @accept_single_tensor(dist.ReduceOptions, ["tensor"], ["root", "op", "timeout"])
+    @with_dispatcher_fallback("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks, in place on the root."""
         opts = opts or dist.ReduceOptions()
@@ -196,15 +196,15 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.reduce(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.reduce(self._rounds, flats[0], opts.rootRank, self._reduction(opts, flats[0]))
+            return algorithms.reduce(self._rounds, flats[0], opts.rootRank, self._reduction(opts, flats[0]))
 
         written = tensors if self.rank() == opts.rootRank else []
         return self._start(
-            Kind.REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp, root=opts.rootRank, written=written
+            CollectiveKind.REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp, root=opts.rootRank, written=written
         )
 
-    @or_in_short(dist.BroadcastOptions, ["tensor"], ["root", "timeout"])
-    @or_by_dispatcher("broadcast")
+    @accept_single_tensor(dist.BroadcastOptions, ["tensor"], ["root", "timeout"])
+    @with_dispatcher_fallback("broadcast")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies the root's tensor to all ranks."""
         opts = opts or dist.BroadcastOptions()
@@ -212,13 +212,13 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.broadcast(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.broadcast(self._rounds, flats[0], opts.rootRank)
+            return algorithms.broadcast(self._rounds, flats[0], opts.rootRank)
 
         written = [] if self.rank() == opts.rootRank else tensors
-        return self._start(Kind.BROADCAST, plan, tensors, tensors, opts, root=opts.rootRank, written=written)
+        return self._start(CollectiveKind.BROADCAST, plan, tensors, tensors, opts, root=opts.rootRank, written=written)
 
-    @or_in_short(AllgatherOptions, ["output_tensors", "input_tensor"], ["timeout"])
-    @or_by_dispatcher("allgather")
+    @accept_single_tensor(AllgatherOptions, ["output_tensors", "input_tensor"], ["timeout"])
+    @with_dispatcher_fallback("allgather")
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks."""
         opts = opts or AllgatherOptions()
@@ -227,42 +227,42 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.allgather([list(outputs[0])], list(inputs), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.all_gather(self._rounds, flats[1:], flats[0])
+            return algorithms.all_gather(self._rounds, flats[1:], flats[0])
 
         tensors = [inputs[0], *outputs[0]]
-        return self._start(Kind.ALL_GATHER, plan, tensors, outputs[0], opts)
+        return self._start(CollectiveKind.ALL_GATHER, plan, tensors, outputs[0], opts)
 
-    @or_by_dispatcher("_allgather_base")
+    @with_dispatcher_fallback("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Concatenates the tensors of all ranks into one tensor, on all ranks."""
         if self.spans_hosts:
             return self.gloo._allgather_base(output, input, opts or AllgatherOptions())
         return self._all_gather_singles([output], [input], opts)
 
-    @or_by_dispatcher("allgather_into_tensor_coalesced")
+    @with_dispatcher_fallback("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does the same as :meth:`all_gather_single` for several tensors."""
-        return _of_each(self._all_gather_singles(outputs, inputs, opts), outputs)
+        return _work_per_tensor(self._all_gather_singles(outputs, inputs, opts), outputs)
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
         check_one_part_per_rank(outputs, inputs, self.size(), "output")
         if self.spans_hosts:
-            return AllOf([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return CombinedWork([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
-            return collectives.joined(
+            return algorithms.concatenate_plans(
                 [
-                    collectives.all_gather(self._rounds, into.view(self.size(), row.numel()).unbind(), row)
+                    algorithms.all_gather(self._rounds, into.view(self.size(), row.numel()).unbind(), row)
                     for into, row in pairs
                 ]
             )
 
-        return self._start(Kind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
+        return self._start(CollectiveKind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
 
-    @or_in_short(dist.GatherOptions, ["output_tensors", "input_tensor"], ["root", "timeout"])
-    @or_by_dispatcher("gather")
+    @accept_single_tensor(dist.GatherOptions, ["output_tensors", "input_tensor"], ["root", "timeout"])
+    @with_dispatcher_fallback("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to the root."""
         opts = opts or dist.GatherOptions()
@@ -273,12 +273,12 @@ class ShmProcessGroup(dist.ProcessGroup):
             raise ValueError("gather: the tensors in `gather_list` must have the size of `tensor`.")
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
+            return algorithms.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
 
-        return self._start(Kind.GATHER, plan, [inputs[0], *into], into, opts, root=opts.rootRank)
+        return self._start(CollectiveKind.GATHER, plan, [inputs[0], *into], into, opts, root=opts.rootRank)
 
-    @or_in_short(dist.ScatterOptions, ["output_tensor", "input_tensors"], ["root", "timeout"])
-    @or_by_dispatcher("scatter")
+    @accept_single_tensor(dist.ScatterOptions, ["output_tensor", "input_tensors"], ["root", "timeout"])
+    @with_dispatcher_fallback("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Copies the root's i-th tensor to rank i."""
         opts = opts or dist.ScatterOptions()
@@ -289,12 +289,12 @@ class ShmProcessGroup(dist.ProcessGroup):
             raise ValueError("scatter: the tensors in `scatter_list` must have the size of `tensor`.")
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)
+            return algorithms.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)
 
-        return self._start(Kind.SCATTER, plan, [outputs[0], *parts], outputs, opts, root=opts.rootRank)
+        return self._start(CollectiveKind.SCATTER, plan, [outputs[0], *parts], outputs, opts, root=opts.rootRank)
 
-    @or_in_short(dist.ReduceScatterOptions, ["output", "input"], ["op", "timeout"])
-    @or_by_dispatcher("reduce_scatter")
+    @accept_single_tensor(dist.ReduceScatterOptions, ["output", "input"], ["op", "timeout"])
+    @with_dispatcher_fallback("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Reduces each tensor over all ranks; rank i receives the result of the i-th tensor."""
         opts = opts or dist.ReduceScatterOptions()
@@ -303,49 +303,51 @@ class ShmProcessGroup(dist.ProcessGroup):
             return self.gloo.reduce_scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
-            return collectives.reduce_scatter(self._rounds, flats[0], flats[1:], self._reduction(opts, flats[0]))
+            return algorithms.reduce_scatter(self._rounds, flats[0], flats[1:], self._reduction(opts, flats[0]))
 
         tensors = [outputs[0], *inputs[0]]
-        return self._start(Kind.REDUCE_SCATTER, plan, tensors, outputs, opts, op=opts.reduceOp)
+        return self._start(CollectiveKind.REDUCE_SCATTER, plan, tensors, outputs, opts, op=opts.reduceOp)
 
-    @or_by_dispatcher("_reduce_scatter_base")
+    @with_dispatcher_fallback("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks; rank i receives the i-th part of the result."""
         return self._reduce_scatter_singles([output], [input], opts)
 
-    @or_by_dispatcher("reduce_scatter_tensor_coalesced")
+    @with_dispatcher_fallback("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Does the same as :meth:`reduce_scatter_single` for several tensors."""
-        return _of_each(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
+        return _work_per_tensor(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         check_one_part_per_rank(inputs, outputs, self.size(), "input")
         if self.spans_hosts:
-            return AllOf([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return CombinedWork(
+                [self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+            )
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
-            return collectives.joined(
+            return algorithms.concatenate_plans(
                 [
-                    collectives.reduce_scatter(
+                    algorithms.reduce_scatter(
                         self._rounds, into, row.view(self.size(), -1).unbind(), self._reduction(opts, row)
                     )
                     for into, row in pairs
                 ]
             )
 
-        return self._start(Kind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts, op=opts.reduceOp)
+        return self._start(CollectiveKind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts, op=opts.reduceOp)
 
-    @or_in_short(dist.BarrierOptions, [], ["timeout"])
+    @accept_single_tensor(dist.BarrierOptions, [], ["timeout"])
     def barrier(self, opts: Any = None) -> Any:
         """Waits until all ranks have started the barrier."""
         opts = opts or dist.BarrierOptions()
         if self.spans_hosts or is_tracing():
             return self.gloo.barrier(opts)
-        return self._start(Kind.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
+        return self._start(CollectiveKind.BARRIER, lambda _: algorithms.barrier(self._rounds), [], [], opts)
 
     # --- operations of gloo ---
 
@@ -386,7 +388,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _start(
         self,
-        kind: Kind,
+        kind: CollectiveKind,
         make_plan: Callable[[Sequence[Tensor]], Plan],
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
@@ -413,16 +415,16 @@ class ShmProcessGroup(dist.ProcessGroup):
             flats = [flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._backend.timeout)
-        call = number_of(kind, flats, getattr(op, "op", op), root)
-        progress = self._rounds.go_through(call, steps, lookahead, deadline)
+        call = operation_id(kind, flats, getattr(op, "op", op), root)
+        progress = self._rounds.run(call, steps, lookahead, deadline)
         changed = outputs if written is None else written
-        return self._carry_out(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
+        return self._start_work(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 
-    def _carry_out(
+    def _start_work(
         self,
         name: str,
-        progress: Progress,
-        exchange: Exchange,
+        progress: OperationSteps,
+        waitable: Waitable,
         flats: Sequence[Tensor],
         tensors: Sequence[Tensor],
         written: Sequence[Tensor],
@@ -431,22 +433,24 @@ class ShmProcessGroup(dist.ProcessGroup):
         outputs: Sequence[Tensor] | None = None,
     ) -> ShmWork:
         if any(row.data_ptr() != tensor.data_ptr() for row, tensor in zip(flats, tensors, strict=True)):
-            progress = then_copy(progress, flats, tensors, written)
+            progress = with_copy_back(progress, flats, tensors, written)
         filled = list(written if outputs is None else outputs)
-        work = ShmWork(name, progress, exchange, filled, deadline, self._execution)
+        work = ShmWork(name, progress, waitable, filled, deadline, self._executor)
         with _recorded(name):
-            self._execution.start(work, is_asynchronous(opts))
+            self._executor.start(work, is_asynchronous(opts))
         return work
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
 
 
-def _of_each(work: Any, outputs: Sequence[Tensor]) -> Any:
+def _work_per_tensor(work: Any, outputs: Sequence[Tensor]) -> Any:
     """Returns the handle of a coalesced operation, for which C++ code waits once per tensor."""
-    work.num_claims = len(outputs)
+    work.num_expected_waits = len(outputs)
     return work
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    return timed(torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED)
+    return recorded(
+        torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED
+    )

@@ -20,14 +20,14 @@ from typing import Any, Final
 from torch.distributed import Store
 
 from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, user_of
-from lightning_strategies_ext.shm.links import LinkedRank, Links, PeerLostError, polled
+from lightning_strategies_ext.shm.links import Links, LocalPeer, PeerLostError, poll_until
 
 _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
 #: A listener whose queue is full of unknown connections accepts no others. Seconds until the next attempt to connect.
-_CALL_AGAIN_S: Final = 0.01
+_RETRY_INTERVAL_S: Final = 0.01
 #: Maximum number of connections that are accepted before this rank serves others and checks the deadline.
-_MAX_CALLS: Final = 128
+_MAX_ACCEPTED: Final = 128
 
 
 class Rendezvous:
@@ -50,11 +50,11 @@ class Rendezvous:
         self._listener.bind("\0" + self._address)
         self._listener.listen(max(size, 128))
 
-    def announce(self, words: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    def announce(self, info: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Publishes the address of this rank, and waits for those of all other ranks.
 
         Args:
-            words: Further information to publish.
+            info: Further information to publish.
             deadline: Time on the monotonic clock, in seconds.
 
         Returns:
@@ -68,7 +68,7 @@ class Rendezvous:
         own: dict[str, Any] = {"host": host_identity(), "address": self._address, "token": self._token.hex()}
         own |= {"pid": os.getpid(), "user": os.geteuid()}
         keys = [f"rank/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps({**own, **words}))
+        self._store.set(keys[self._rank], json.dumps({**own, **info}))
         try:
             self._store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
@@ -81,8 +81,8 @@ class Rendezvous:
         return announced
 
     def connect(
-        self, peers: Sequence[tuple[LinkedRank, dict[str, Any]]], own_fd: int, deadline: float
-    ) -> tuple[Links, dict[LinkedRank, int]]:
+        self, peers: Sequence[tuple[LocalPeer, dict[str, Any]]], own_fd: int, deadline: float
+    ) -> tuple[Links, dict[LocalPeer, int]]:
         """Connects this rank with other ranks of its host, and exchanges one file descriptor with each.
 
         Args:
@@ -97,14 +97,14 @@ class Rendezvous:
             PeerLostError: If a peer has exited.
             TimeoutError: If a peer does not connect before the deadline. The message names such ranks.
         """
-        calls = _Calls(self._listener, self._rank, self._token, peers, own_fd)
+        calls = _PeerConnections(self._listener, self._rank, self._token, peers, own_fd)
         try:
-            calls.carry_out(deadline)
+            calls.connect_all(deadline)
         except BaseException:
-            calls.give_up()
+            calls.close_all()
             raise
         finally:
-            calls.hang_up_on_strangers()
+            calls.drop_unauthenticated()
         return Links(calls.sockets), calls.fds
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Rendezvous:
         self._listener.close()
 
 
-class _Calls:
+class _PeerConnections:
     """Connections of one rank: to peers of lower rank, and from peers of higher rank.
 
     Attributes:
@@ -125,54 +125,54 @@ class _Calls:
         listener: socket.socket,
         rank: int,
         token: bytes,
-        peers: Sequence[tuple[LinkedRank, dict[str, Any]]],
+        peers: Sequence[tuple[LocalPeer, dict[str, Any]]],
         own_fd: int,
     ) -> None:
-        self.sockets: dict[LinkedRank, socket.socket] = {}
-        self.fds: dict[LinkedRank, int] = {}
+        self.sockets: dict[LocalPeer, socket.socket] = {}
+        self.fds: dict[LocalPeer, int] = {}
         self._listener = listener
         self._rank = rank
         self._token = token
         self._own_fd = own_fd
-        self._to_call = {peer: said for peer, said in peers if peer.rank < rank}
+        self._to_connect = {peer: said for peer, said in peers if peer.rank < rank}
         self._expected = {peer.rank: peer for peer, _ in peers if peer.rank > rank}
         self._all = [peer for peer, _ in peers]
-        self._called: dict[int, LinkedRank] = {}
-        self._callers: dict[int, socket.socket] = {}
+        self._connected: dict[int, LocalPeer] = {}
+        self._accepted: dict[int, socket.socket] = {}
         self._poller = select.poll()
 
-    def carry_out(self, deadline: float) -> None:
+    def connect_all(self, deadline: float) -> None:
         """Connects to all peers; returns when each has sent its descriptor."""
         self._poller.register(self._listener, select.POLLIN)
         while missing := [peer for peer in self._all if peer not in self.fds]:
-            for peer in list(self._to_call):
-                self._call(peer)
-            until = min(deadline, time.monotonic() + _CALL_AGAIN_S) if self._to_call else deadline
-            events = polled(self._poller, until)
+            for peer in list(self._to_connect):
+                self._connect(peer)
+            until = min(deadline, time.monotonic() + _RETRY_INTERVAL_S) if self._to_connect else deadline
+            events = poll_until(self._poller, until)
             for fd, _ in events:
                 if fd == self._listener.fileno():
-                    self._take_calls()
-                elif fd in self._callers:
-                    self._hear(fd)
+                    self._accept()
+                elif fd in self._accepted:
+                    self._authenticate(fd)
                 else:
                     self._receive_answer(fd)
             if time.monotonic() >= deadline and (missing := [peer for peer in missing if peer not in self.fds]):
                 raise _not_made(map(str, missing))
 
-    def give_up(self) -> None:
+    def close_all(self) -> None:
         """Closes all sockets and received descriptors."""
         for link in self.sockets.values():
             link.close()
         for fd in self.fds.values():
             os.close(fd)
 
-    def hang_up_on_strangers(self) -> None:
+    def drop_unauthenticated(self) -> None:
         """Closes connections that have not sent the token, and are from no peer."""
-        for link in self._callers.values():
+        for link in self._accepted.values():
             link.close()
 
-    def _call(self, peer: LinkedRank) -> None:
-        said = self._to_call[peer]
+    def _connect(self, peer: LocalPeer) -> None:
+        said = self._to_connect[peer]
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.setblocking(False)
         try:
@@ -190,13 +190,13 @@ class _Calls:
             link.close()
             what = "accepts no connections: it has ended, or has reached its timeout"
             raise PeerLostError(f"the process group was not created: {peer} {what}", peer) from None
-        del self._to_call[peer]
+        del self._to_connect[peer]
         self.sockets[peer] = link
-        self._called[link.fileno()] = peer
+        self._connected[link.fileno()] = peer
         self._poller.register(link, select.POLLIN)
 
     def _receive_answer(self, fd: int) -> None:
-        peer = self._called.pop(fd)
+        peer = self._connected.pop(fd)
         self._poller.unregister(fd)
         try:
             received = socket.recv_fds(self.sockets[peer], 16, 1)[1]
@@ -206,8 +206,8 @@ class _Calls:
             raise PeerLostError(f"the process group was not created: {peer} has left", peer)
         self.fds[peer] = received[0]
 
-    def _take_calls(self) -> None:
-        for _ in range(_MAX_CALLS):
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTED):
             try:
                 link, _ = self._listener.accept()
             except BlockingIOError:
@@ -216,12 +216,12 @@ class _Calls:
                 link.close()
                 continue
             link.setblocking(False)
-            self._callers[link.fileno()] = link
+            self._accepted[link.fileno()] = link
             self._poller.register(link, select.POLLIN)
 
-    def _hear(self, fd: int) -> None:
+    def _authenticate(self, fd: int) -> None:
         """Reads the token from a connection, and closes the connection if the token is wrong."""
-        link = self._callers.pop(fd)
+        link = self._accepted.pop(fd)
         self._poller.unregister(fd)
         try:
             hello, received, _, _ = socket.recv_fds(link, _HELLO.size, 1)

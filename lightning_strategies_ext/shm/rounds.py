@@ -2,7 +2,7 @@
 
 In a round every rank publishes some bytes, possibly none, to all other ranks, and then reads their bytes. A few bytes
 are sent in the message itself, many in a slot of the segment. All collectives are sequences of rounds (see
-:mod:`.collectives`), in the same order on all ranks.
+:mod:`.algorithms`), in the same order on all ranks.
 
 A rank publishes at most two rounds ahead of the round that it reads: its message of round k implies that it has read
 round k - 2. A rank that has received the messages of round k from all peers may therefore overwrite round k - 2 with
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.calls import described
 from lightning_strategies_ext.shm.links import (
     BROKEN,
     HEADER,
@@ -25,9 +24,10 @@ from lightning_strategies_ext.shm.links import (
     LEFT,
     MESSAGE_NUM_BYTES,
     ROUND,
-    LinkedRank,
     Links,
+    LocalPeer,
 )
+from lightning_strategies_ext.shm.operation_ids import describe_operation
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
 #: Maximum number of rounds that are published before the first of them has been read.
@@ -38,7 +38,7 @@ _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
-class Step:
+class Round:
     """One round of one operation.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rounds:
 
     spin_s: Final = SPIN_S
 
-    def __init__(self, rank: int, peers: dict[int, LinkedRank], links: Links, segments: Sequence[Segment]) -> None:
+    def __init__(self, rank: int, peers: dict[int, LocalPeer], links: Links, segments: Sequence[Segment]) -> None:
         self.rank = rank
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
@@ -82,14 +82,14 @@ class Rounds:
         self._published = self._read = 0
         self._awaited: list[int] = []
 
-    def go_through(
-        self, operation: int, steps: Sequence[Step], lookahead: int, deadline: float
+    def run(
+        self, operation: int, rounds: Sequence[Round], lookahead: int, deadline: float
     ) -> Generator[None, None, None]:
         """Runs the rounds of one operation; yields whenever other ranks are not ready yet.
 
         Args:
-            operation: Number of the operation, from :func:`.calls.number_of`; must be equal on all ranks.
-            steps: Rounds of the operation.
+            operation: Number of the operation, from :func:`.operation_ids.operation_id`; must be equal on all ranks.
+            rounds: Rounds of the operation.
             lookahead: Number of rounds that may be published before the first of them has been read; at most
                 :data:`LOOKAHEAD`.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
@@ -100,10 +100,10 @@ class Rounds:
             DistBackendError: If the ranks are in different operations.
         """
         # Messages have 16 bits for the round number, which suffice: ranks are at most two rounds apart.
-        total = sum(sum(step.num_bytes) for step in steps)
-        for step in steps[:lookahead]:
+        total = sum(sum(step.num_bytes) for step in rounds)
+        for step in rounds[:lookahead]:
             self._publish(operation, total, step, deadline)
-        for index, step in enumerate(steps):
+        for index, step in enumerate(rounds):
             self._awaited = list(self._peers)
             while self._awaited:
                 if self._receive(self._awaited[0], operation, total, step):
@@ -112,8 +112,8 @@ class Rounds:
                     yield
             step.read(self._views(step))
             self._read += 1
-            if index + lookahead < len(steps):
-                self._publish(operation, total, steps[index + lookahead], deadline)
+            if index + lookahead < len(rounds):
+                self._publish(operation, total, rounds[index + lookahead], deadline)
 
     def wait(self, deadline: float) -> None:
         """Sleeps until a message has arrived from a peer that the operation waits for.
@@ -126,17 +126,17 @@ class Rounds:
 
     def leave(self) -> None:
         """Leaves the group and notifies the peers."""
-        self._links.shut(LEFT)
+        self._links.shut_down(LEFT)
 
     def close(self) -> None:
         """Closes the links; no thread may use them any more."""
         self._links.close()
 
-    def break_off(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Leaves the group because of an error, and sends the reason to the peers."""
-        self._links.shut(BROKEN, reason)
+        self._links.shut_down(BROKEN, reason)
 
-    def _publish(self, operation: int, total: int, step: Step, deadline: float) -> None:
+    def _publish(self, operation: int, total: int, step: Round, deadline: float) -> None:
         num_bytes = step.num_bytes[self.rank]
         HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, operation, total)
         length = HEADER.size
@@ -150,7 +150,7 @@ class Rounds:
         for peer in self._peers.values():
             self._links.send(peer, message, deadline)
 
-    def _receive(self, place: int, operation: int, total: int, step: Step) -> bool:
+    def _receive(self, place: int, operation: int, total: int, step: Round) -> bool:
         peer, into = self._peers[place], self._bytes[place]
         if not self._links.receive(peer, into):
             return False
@@ -159,19 +159,19 @@ class Rounds:
         if (their_operation, their_total, number) != (operation, total, own_number):
             if (their_operation, number) == (operation, own_number):
                 raise DistBackendError(
-                    f"the ranks do not call the same collectives: they call {described(operation)} with tensors of"
-                    f" different sizes, which have {their_total} bytes for all ranks according to {peer}, but {total}"
-                    " bytes according to this rank. Pass tensors of the same shape on all ranks, for example by"
-                    " padding them"
+                    f"the ranks do not call the same collectives: they call {describe_operation(operation)} with"
+                    f" tensors of different sizes, which have {their_total} bytes for all ranks according to {peer},"
+                    f" but {total} bytes according to this rank. Pass tensors of the same shape on all ranks, for"
+                    " example by padding them"
                 )
-            theirs, ours = described(their_operation), described(operation)
+            theirs, ours = describe_operation(their_operation), describe_operation(operation)
             raise DistBackendError(
                 f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number}, {their_total}"
                 f" bytes, but this rank in {ours}, round {own_number}, {total} bytes"
             )
         return True
 
-    def _views(self, step: Step) -> list[Tensor]:
+    def _views(self, step: Round) -> list[Tensor]:
         views = []
         for place, num_bytes in enumerate(step.num_bytes):
             if not num_bytes or place == self.rank:

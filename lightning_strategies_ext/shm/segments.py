@@ -21,15 +21,15 @@ DEFAULT_NUM_BYTES: Final = 2 * 1024 * 1024
 DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
 MIN_NUM_BYTES: Final = 128 * 1024
 #: The native library uses a quarter of a segment: this for its control block, the rest for its own slots.
-BOARD_NUM_BYTES: Final = 4096
-_COMPILED_SHARE: Final = 4
+CONTROL_BLOCK_NUM_BYTES: Final = 4096
+_NATIVE_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024
 #: Environment variable with the size of each rank's segment, in bytes.
-VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+SIZE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
 
 
-def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
-    """Returns the size of a segment: the argument, else the environment variable :data:`VARIABLE`, else a default.
+def resolve_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
+    """Returns the size of a segment: the argument, else the environment variable :data:`SIZE_VARIABLE`, else a default.
 
     Args:
         num_bytes: Size in bytes, or None.
@@ -40,8 +40,8 @@ def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
     """
     is_crowded = num_ranks > len(os.sched_getaffinity(0))
     default = DEFAULT_NUM_BYTES_WHEN_CROWDED if is_crowded else DEFAULT_NUM_BYTES
-    value = os.environ.get(VARIABLE, default) if num_bytes is None else num_bytes
-    source = VARIABLE if num_bytes is None else "segment_num_bytes"
+    value = os.environ.get(SIZE_VARIABLE, default) if num_bytes is None else num_bytes
+    source = SIZE_VARIABLE if num_bytes is None else "segment_num_bytes"
     try:
         chosen = int(value)
     except ValueError:
@@ -83,12 +83,12 @@ class Segment:
 
     Attributes:
         slots: Slots for the rounds, one byte tensor each.
-        board: Byte tensor for the native library: its control block and its slots.
+        control_block: Byte tensor for the native library: its control block and its slots.
     """
 
     def __init__(self, fd: int) -> None:
         whole = mapped(fd)
-        self.board, slots = whole.tensor_split([whole.numel() // _COMPILED_SHARE])
+        self.control_block, slots = whole.tensor_split([whole.numel() // _NATIVE_SHARE])
         self.slots: tuple[Tensor, ...] = slots.chunk(NUM_SLOTS)
 
     @property
@@ -97,6 +97,6 @@ class Segment:
         return self.slots[0].numel()
 
     @property
-    def compiled_slot_num_bytes(self) -> int:
+    def native_slot_num_bytes(self) -> int:
         """Maximum size of a piece in the native library, in bytes."""
-        return (self.board.numel() - BOARD_NUM_BYTES) // NUM_SLOTS // 64 * 64
+        return (self.control_block.numel() - CONTROL_BLOCK_NUM_BYTES) // NUM_SLOTS // 64 * 64

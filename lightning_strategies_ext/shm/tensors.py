@@ -10,7 +10,7 @@ from torch.nn import Parameter
 _PLAIN: Final = (Tensor, Parameter)
 
 
-class HasNoMemoryError(Exception):
+class NoStorageError(Exception):
     """Raised for a tensor that only torch's dispatcher supports, such as a DTensor, or a tensor of a trace."""
 
 
@@ -32,11 +32,11 @@ def flat(tensor: Tensor, name: str) -> Tensor:
         name: Name of the collective, for messages.
 
     Raises:
-        HasNoMemoryError: If the memory of the tensor cannot be read.
+        NoStorageError: If the memory of the tensor cannot be read.
         ValueError: If the tensor is not on the CPU, or not dense.
     """
     if not is_plain(tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise HasNoMemoryError
+        raise NoStorageError
     if tensor.device.type != "cpu":
         raise ValueError(
             f"{name}: the process group 'shm' supports only CPU tensors, but this one is on {tensor.device}. Use"
@@ -72,7 +72,7 @@ def check_one_part_per_rank(wholes: Sequence[Tensor], parts: Sequence[Tensor], n
             )
 
 
-def then_copy(
+def with_copy_back(
     progress: Generator[None, None, None], flats: Sequence[Tensor], tensors: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Generator[None, None, None]:
     """Runs an operation on flat tensors, then copies the results to the outputs whose flat tensors are copies."""

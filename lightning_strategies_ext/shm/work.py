@@ -13,10 +13,10 @@ from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
 #: Generator that executes an operation; yields whenever other ranks are not ready yet.
-Progress = Generator[None, None, None]
+OperationSteps = Generator[None, None, None]
 
 
-class Exchange(Protocol):
+class Waitable(Protocol):
     """Object that executes an operation with other ranks, and waits for them."""
 
     @property
@@ -28,15 +28,15 @@ class Exchange(Protocol):
 
 
 class Completion(Protocol):
-    """Completes the operations of a process group: an :class:`.Execution`.
+    """Completes the operations of a process group: an :class:`.OperationExecutor`.
 
     Attributes:
         futures: Lock that is held while a future is created or fulfilled.
-        unclaimed: Handles that no thread has waited for yet, if torch drops their Python part.
+        unwaited: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
     futures: Lock
-    unclaimed: OrderedDict["ShmWork", None]
+    unwaited: OrderedDict["ShmWork", None]
 
     def complete(self, work: "ShmWork", until: float = ...) -> bool:
         """Waits until an operation has ended.
@@ -56,38 +56,38 @@ class ShmWork(Work):
     Args:
         name: Name of the operation, for messages.
         progress: Generator that executes the operation; None if it has ended.
-        exchange: Object that waits for other ranks.
+        waitable: Object that waits for other ranks.
         outputs: Tensors that the operation fills, and its future returns as a list.
         deadline: Time on the monotonic clock until which the operation waits for other ranks, in seconds.
-        execution: Object that completes the operation.
+        executor: Object that completes the operation.
 
     Attributes:
-        state: Progress of the operation, for messages.
-        num_claims: Number of times that C++ code will wait for it: for coalesced operations, once per tensor.
+        status_text: Progress of the operation, for messages.
+        num_expected_waits: Number of times that C++ code will wait for it: for coalesced operations, once per tensor.
     """
 
     def __init__(
         self,
         name: str,
-        progress: Progress | None,
-        exchange: Exchange,
+        progress: OperationSteps | None,
+        waitable: Waitable,
         outputs: Any,
         deadline: float,
-        execution: Completion,
+        executor: Completion,
     ) -> None:
         super().__init__()
         self.name = name
         self.deadline = deadline
-        self.exchange = exchange
-        self.state = "it did not complete"
-        self.num_claims = 1
+        self.waitable = waitable
+        self.status_text = "it did not complete"
+        self.num_expected_waits = 1
         self._progress = progress
         self._outputs = outputs
-        self._execution = execution
+        self._executor = executor
         self._error: Exception | None = None
         self._end: Future[Any] | None = None
         self._future: Future[Any]
-        self._is_told = False
+        self._is_future_fulfilled = False
 
     def is_completed(self) -> bool:
         """Returns whether the operation has ended, successfully or not."""
@@ -120,16 +120,18 @@ class ShmWork(Work):
         Raises:
             torch.distributed.DistBackendError: If the operation has failed, or has not ended within ``timeout``.
         """
-        self.num_claims -= 1
-        if self.num_claims <= 0:
-            self._execution.unclaimed.pop(self, None)
+        self.num_expected_waits -= 1
+        if self.num_expected_waits <= 0:
+            self._executor.unwaited.pop(self, None)
         seconds = timeout.total_seconds()
-        if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
-            raise DistBackendError(f"{self.name}: {self.state} within {timeout}. It continues; wait for it again.")
-        self.check()
+        if not self._executor.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
+            raise DistBackendError(
+                f"{self.name}: {self.status_text} within {timeout}. It continues; wait for it again."
+            )
+        self.raise_if_failed()
         return True
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the error of the operation, if it has failed.
 
         Raises:
@@ -144,13 +146,13 @@ class ShmWork(Work):
 
     def get_future(self) -> "Future[Any]":
         """Returns a future of the outputs."""
-        with self._execution.futures:
+        with self._executor.futures:
             if self._end is None:
                 self._end = Future()
                 # Only the error of a future that `then` has returned is understood by C++ code, such as DDP's.
                 self._future = self._end.then(self._outcome)
         if self._progress is None:
-            self.tell()
+            self.fulfill_future()
         return self._future
 
     def advance(self) -> bool:
@@ -167,18 +169,18 @@ class ShmWork(Work):
     def end(self, error: Exception | None) -> None:
         """Marks the operation as ended, with its error or None."""
         self._error = error
-        with self._execution.futures:
+        with self._executor.futures:
             self._progress = None
 
-    def tell(self) -> None:
+    def fulfill_future(self) -> None:
         """Fulfills the future, if there is one, which runs its callbacks."""
-        with self._execution.futures:
-            if self._end is None or self._is_told:
+        with self._executor.futures:
+            if self._end is None or self._is_future_fulfilled:
                 return
-            self._is_told = True
+            self._is_future_fulfilled = True
         self._end.set_result(None)
-        if self.num_claims <= 1:
-            self._execution.unclaimed.pop(self, None)
+        if self.num_expected_waits <= 1:
+            self._executor.unwaited.pop(self, None)
 
     def _outcome(self, end: "Future[Any]") -> Any:
         if self._error is not None:

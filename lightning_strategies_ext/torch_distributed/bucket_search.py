@@ -24,18 +24,18 @@ from typing_extensions import Self, override
 
 from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
-from lightning_strategies_ext.torch_distributed.wrapping import AUTO, ONCE_ONLY
+from lightning_strategies_ext.torch_distributed.wrapping import AUTO, NOT_REWRAPPABLE
 
 #: Sizes that are tried in addition to DDP's own, in mebibytes. Sizes above the first that fits all gradients into one
 #: bucket are not tried.
 SIZES_MB = (1.0, 4.0, 16.0, 64.0, 256.0)
-NUM_TURNS = 2
+NUM_REPEATS = 2
 #: Number of passes of each turn that are not measured, in which DDP arranges its buckets, and number of measured
 #: passes.
-NUM_SETTLING = 3
+NUM_WARMUP = 3
 NUM_MEASURED = 5
 #: Fraction of the time by which a size must be faster than DDP's own size to be chosen.
-LEAST_GAIN = 0.03
+MIN_GAIN = 0.03
 
 
 class BucketSearch:
@@ -53,7 +53,7 @@ class BucketSearch:
         self.caps = caps_for(num_bytes)
         self._device = device
         self._seconds: dict[float | None, list[float]] = {cap: [] for cap in self.caps}
-        self._turns = list(self.caps) * NUM_TURNS if len(self.caps) > 1 else []
+        self._repeats = list(self.caps) * NUM_REPEATS if len(self.caps) > 1 else []
         self._num_steps = 0
         self._begin: float | None = None
         self._of_step = 0.0
@@ -62,17 +62,17 @@ class BucketSearch:
     @property
     def cap(self) -> float | None:
         """Size of the current turn, in mebibytes; None for DDP's own size, and when the search is over."""
-        return self._turns[0] if self._turns else None
+        return self._repeats[0] if self._repeats else None
 
     @property
     def is_over(self) -> bool:
         """Whether each size has had its turns."""
-        return not self._turns
+        return not self._repeats
 
     @property
     def num_steps_left(self) -> int:
         """Number of steps with an exchange that the search still needs."""
-        return len(self._turns) * (NUM_SETTLING + NUM_MEASURED) - self._num_steps
+        return len(self._repeats) * (NUM_WARMUP + NUM_MEASURED) - self._num_steps
 
     def begin_pass(self) -> None:
         """Starts to measure a backward pass. Called before the pass."""
@@ -101,10 +101,10 @@ class BucketSearch:
             self._seconds[self.cap].append(self._of_step)
         self._of_step, self._has_exchanged = 0.0, False
         self._num_steps += 1
-        if self._num_steps < NUM_SETTLING + NUM_MEASURED:
+        if self._num_steps < NUM_WARMUP + NUM_MEASURED:
             return False
         self._num_steps = 0
-        del self._turns[0]
+        del self._repeats[0]
         return True
 
     def choose(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> "BucketChoice":
@@ -118,7 +118,7 @@ class BucketSearch:
 
     @property
     def _is_measuring(self) -> bool:
-        return self._num_steps >= NUM_SETTLING
+        return self._num_steps >= NUM_WARMUP
 
     def _now(self) -> float:
         if self._is_measuring and self._device.type == "cuda":
@@ -134,20 +134,20 @@ class BucketChoice:
 
     Attributes:
         seconds: Seconds of a backward pass, by size in mebibytes; None for DDP's own size.
-        cap: Fastest size, in mebibytes; None for DDP's own size, unless another size is faster by :data:`LEAST_GAIN`.
+        cap: Fastest size, in mebibytes; None for DDP's own size, unless another size is faster by :data:`MIN_GAIN`.
     """
 
     def __init__(self, seconds: Mapping[float | None, float]) -> None:
         self.seconds = seconds
         fastest = min(seconds, key=seconds.__getitem__)
-        self.cap = fastest if seconds[fastest] < (1 - LEAST_GAIN) * seconds[None] else None
+        self.cap = fastest if seconds[fastest] < (1 - MIN_GAIN) * seconds[None] else None
 
     def __str__(self) -> str:
         others = ", ".join(
-            f"{1e3 * seconds:.3g} ms with {in_words(cap)}" for cap, seconds in self.seconds.items() if cap != self.cap
+            f"{1e3 * seconds:.3g} ms with {format_cap(cap)}" for cap, seconds in self.seconds.items() if cap != self.cap
         )
         return (
-            f"set to {in_words(self.cap)}. A backward pass with its exchange takes {1e3 * self.seconds[self.cap]:.3g}"
+            f"set to {format_cap(self.cap)}. A backward pass with its exchange takes {1e3 * self.seconds[self.cap]:.3g}"
             f" ms, compared with {others}"
         )
 
@@ -163,7 +163,7 @@ def caps_for(num_bytes: int) -> Sequence[float | None]:
     return [None, *smaller, *whole] if smaller else [None]
 
 
-def in_words(cap: float | None) -> str:
+def format_cap(cap: float | None) -> str:
     """Returns the text for a size in messages."""
     return "DDP's default sizes (25 MiB, first bucket 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
 
@@ -185,7 +185,7 @@ def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
     """
     if ddp_kwargs.get("bucket_cap_mb") != AUTO:
         return False
-    given = {**others, **{name: ddp_kwargs.get(name) for name in ONCE_ONLY}}
+    given = {**others, **{name: ddp_kwargs.get(name) for name in NOT_REWRAPPABLE}}
     for name, value in given.items():
         if value is not None:
             where = ", which elastic training sets" if name == "uneven_inputs" else ""

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
-from lightning_strategies_ext.torch_distributed.exchange import Share
+from lightning_strategies_ext.torch_distributed.compression.local_sgd import check_is_not_sharded
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution
 
 
 class CommunicationHook(Feature):
@@ -25,7 +25,7 @@ class CommunicationHook(Feature):
         share: Contribution of this rank; None if all ranks always contribute.
     """
 
-    def __init__(self, hook: Callable[..., Any] | None, state: object | None, share: Share | None) -> None:
+    def __init__(self, hook: Callable[..., Any] | None, state: object | None, share: Contribution | None) -> None:
         self._hook = hook
         self._state = state
         self._share = share
@@ -92,7 +92,7 @@ class PostLocalSGD(Feature):
             # torch would create groups of as many ranks as the host has GPUs, which is zero on a CPU host.
             state.subgroup, _ = dist.new_subgroups(group_size=self._num_local_ranks)
         for optimizer in optimizers:
-            check_is_plain(optimizer, f"model_averaging_period={self._period}")
+            check_is_not_sharded(optimizer, f"model_averaging_period={self._period}")
             # One averager per optimizer: a shared averager would count the steps of all optimizers together, and never
             # average some of them.
             self._averagers[id(optimizer)] = PeriodicModelAverager(

@@ -10,11 +10,11 @@ import psutil
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._system.connections import shut_down_connections
 from lightning_strategies_ext._system.peers import Peer, host_identity
-from lightning_strategies_ext.shm.execution import close_all
+from lightning_strategies_ext.shm.executor import close_all
 from lightning_strategies_ext.torch_distributed import process_group
 
 
-def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
+def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:
     """Closes this process's connections to other ranks, except connections of the key-value store.
 
     A rank inside a collective of gloo or shm receives an error when a connection in it closes. NCCL is aborted, in all
@@ -26,7 +26,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
 
     Args:
         peers: The other ranks.
-        by_host: Whether every connection to another host of the peers counts as a connection to them.
+        match_hosts: Whether every connection to another host of the peers counts as a connection to them.
     """
     process_group.abort()
     if not process_group.uses_gloo():
@@ -39,7 +39,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
         if peer.host == here:
             with suppress(psutil.Error, OSError):
                 theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
-        elif by_host:
+        elif match_hosts:
             hosts.update(peer.addresses)
     # If the ranks share a store on a Unix socket, this port may belong to another connection.
     store_port = int(os.environ.get("MASTER_PORT", "0")) if rank_variables.store_name() is None else 0
@@ -47,7 +47,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
     def is_meant(connection: Any) -> bool:
         if not connection.raddr or store_port in (connection.laddr.port, connection.raddr.port):
             return False
-        is_known = (connection.laddr, connection.raddr) in process_group.connections
+        is_known = (connection.laddr, connection.raddr) in process_group.group_connections
         return is_known or connection.raddr in theirs or connection.raddr.ip.removeprefix("::ffff:") in hosts
 
     shut_down_connections(is_meant)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.torch_distributed.exchange import Share
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 
 
 @dataclass
@@ -38,11 +38,11 @@ class FeatureContext:
         rebuild: Creates DDP again for a model. Collective: all ranks call it between two steps.
     """
 
-    sync: GradientSync
+    sync: GradientSyncOptions
     ddp_kwargs: dict[str, Any]
     device: torch.device
     collectives: Collectives
-    share: Share | None = None
+    share: Contribution | None = None
     timeout: timedelta | None = None
     num_local_ranks: int = 1
     tunes_buckets: bool = False

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext.torch_distributed.bucket_search import BucketTuning
 from lightning_strategies_ext.torch_distributed.communication_hook import CommunicationHook, PostLocalSGD
-from lightning_strategies_ext.torch_distributed.compression.exchange import CompressionFeature
+from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import CompressionFeature
 from lightning_strategies_ext.torch_distributed.distributed_model import DirectExchangeFeature
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
-from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
+from lightning_strategies_ext.torch_distributed.wrapping import rewrap_in_ddp
 
 F = TypeVar("F", bound=Feature)
 
@@ -76,7 +76,7 @@ class Features:
         features = cls([each for each in created if each is not None])
 
         def rebuild(model: DistributedDataParallel) -> None:
-            wrap_again(model, context.device, **context.ddp_kwargs)
+            rewrap_in_ddp(model, context.device, **context.ddp_kwargs)
             for each in features._features:
                 each.rewrap(model)
             context.on_rebuild()

@@ -1,7 +1,7 @@
 """Configuration of the gradient exchange: DDP's arguments, communication hooks, compression, and model averaging.
 
-:class:`GradientSync` holds the arguments of the user, and rejects invalid arguments when it is constructed. The DDP
-strategies for the Trainer and for Fabric use it.
+:class:`GradientSyncOptions` holds the arguments of the user, and rejects invalid arguments when it is constructed. The
+DDP strategies for the Trainer and for Fabric use it.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.failure.failure_report import advise
 from lightning_strategies_ext.registry import name_with
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
-from lightning_strategies_ext.torch_distributed.exchange import check_can_join
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext.torch_distributed.gradient_exchange import check_can_join
 
 _has_advised_static_graph = False
 
 
 @dataclass
-class GradientSync:
+class GradientSyncOptions:
     """Arguments of the user for the gradient exchange, in addition to torch's own.
 
     Attributes:
@@ -50,12 +50,12 @@ class GradientSync:
         self._check_hook()
         self._check_averaging()
 
-    def check_goes_with(self, ddp_kwargs: Mapping[str, Any], *, has_to_join: bool = False) -> None:
+    def check_compatible(self, ddp_kwargs: Mapping[str, Any], *, joins_uneven_inputs: bool = False) -> None:
         """Checks that the exchange can be combined with other arguments.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel.
-            has_to_join: Whether gradients are averaged over the ranks that have data.
+            joins_uneven_inputs: Whether gradients are averaged over the ranks that have data.
 
         Raises:
             ValueError: If the exchange cannot be combined with one of the arguments.
@@ -79,11 +79,11 @@ class GradientSync:
                     " `find_unused_parameters=True`, DDP drops this for parameters that no rank has used. Omit that"
                     " argument, or use the compression 'bf16' or 'fp16'."
                 )
-        if has_to_join:
-            check_can_join(self.averages_models, ddp_kwargs)
+        if joins_uneven_inputs:
+            check_can_join(self.model_averaging_argument, ddp_kwargs)
 
     @property
-    def averages_models(self) -> str | None:
+    def model_averaging_argument(self) -> str | None:
         """Argument by which models are averaged, not gradients, with its value; None if there is none."""
         if self.averaging_period is not None:
             return f"model_averaging_period={self.averaging_period}"

@@ -45,7 +45,7 @@ _AVAILABILITY = {
 
 #: Connections between ranks in groups that this package has created, by the addresses of both ends, the local one
 #: first.
-connections: set[tuple[Any, Any]] = set()
+group_connections: set[tuple[Any, Any]] = set()
 
 # Handler that leaves the default group when this process exits.
 _at_end: "Finalize[None] | None" = None
@@ -67,7 +67,7 @@ _own_store: dist.Store | None = None
 
 # Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
 # version.
-_NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
+_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
 
 # Backends whose threads do not use the group's store, so that it may be a store in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
@@ -279,14 +279,14 @@ def join(
         PermissionError: If a process of another user has taken the place of a rank.
     """
     forking.make_fork_safe()
-    connections.clear()
+    group_connections.clear()
     _left.clear()
     excepthook = sys.excepthook
     is_python = isinstance(without_prefixes(store), host_store.HostStore)
     of_torch = store
     if is_python and backend not in _ON_MAIN_THREAD:
         of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
-    with record_connections(connections), restrict_gloo(is_one_host=num_hosts == 1):
+    with record_connections(group_connections), restrict_gloo(is_one_host=num_hosts == 1):
         dist.init_process_group(
             backend,
             store=of_torch,
@@ -405,7 +405,7 @@ def _stop_at_exit() -> None:
     _left.clear()
 
 
-def leave(group: Any) -> None:
+def leave_subgroup(group: Any) -> None:
     """Leaves a group other than the default group. A second call is a no-op.
 
     An aborted group is left together with the default group: to leave it alone would block, see :func:`stop`.

@@ -24,4 +24,4 @@ class DefaultGroupProgress(CollectiveProgress):
     def pending_work(self) -> Any:
         """Returns the operation of ``shm`` that this rank waits for; None if there is none."""
         group: Any = dist.group.WORLD
-        return group.waiting_for if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None
+        return group.current_work if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None

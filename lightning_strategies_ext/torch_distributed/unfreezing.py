@@ -115,7 +115,7 @@ class Unfreezing(Feature):
         """
         context = self._context
         check_is_same(context.collectives, model.module, context.device, is_trained=True)
-        if context.sync.averages_models is not None:  # they may differ
+        if context.sync.model_averaging_argument is not None:  # they may differ
             for parameter in trained:
                 dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
         context.rebuild(model)

@@ -27,7 +27,7 @@ DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).pa
 #: Value of ``bucket_cap_mb`` that requests a search.
 AUTO = "auto"
 #: Arguments with which DDP changes the module or its parameters, so that the module can be wrapped only once.
-ONCE_ONLY = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
+NOT_REWRAPPABLE = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
 
 
 def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
@@ -94,7 +94,7 @@ def wrap_in_ddp(
     return model
 
 
-def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
+def rewrap_in_ddp(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
     """Initializes DDP again around the same module, in the same object. Collective: all ranks call it between passes.
 
     Each rank keeps its buffers; communication hooks must be registered again. From torch 2.7 on, nothing is broadcast.
@@ -106,10 +106,10 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
         **ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
-        ValueError: If an argument of :data:`ONCE_ONLY` is set.
+        ValueError: If an argument of :data:`NOT_REWRAPPABLE` is set.
     """
     module = model.module
-    for name in ONCE_ONLY:
+    for name in NOT_REWRAPPABLE:
         if ddp_kwargs.get(name) is not None:
             raise ValueError(
                 f"The parameters of {type(module).__name__} that require gradients have changed since DDP wrapped it,"

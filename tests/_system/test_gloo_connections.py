@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_strategies_ext._system import gloo_connections
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
 from tests.support.ranks import REPOSITORY, run_command, run_ranks
 
 STRANGER = 65_500
@@ -55,7 +55,7 @@ def connect_and_exchange(backend: str, restricted: bool) -> tuple[int, list[floa
     levels = None
     if restricted:
         process_group.start(environment, backend, torch.device("cpu"), timeout)
-        levels = Levels.of_all_ranks(torch.device("cpu"), timeout)  # a group of its own
+        levels = HostGroups.create(torch.device("cpu"), timeout)  # a group of its own
     else:
         dist.init_process_group(backend, rank=rank, world_size=size)
     ports = [address for address in listening() if address != (os.environ["MASTER_ADDR"], environment.main_port)]

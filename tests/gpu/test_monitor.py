@@ -78,8 +78,8 @@ def test_steps_that_it_does_not_observe_make_the_host_wait_no_more_than_without(
 
 def choose(where: dict[str, Any]) -> tuple[list[str], list[dict[str, Tensor]]]:
     bucket_search.SIZES_MB = (1.0, 4.0)  # type: ignore[misc]
-    turns = (len(bucket_search.SIZES_MB) + 1) * bucket_search.NUM_TURNS
-    num_steps = turns * (bucket_search.NUM_SETTLING + bucket_search.NUM_MEASURED) + 8
+    turns = (len(bucket_search.SIZES_MB) + 1) * bucket_search.NUM_REPEATS
+    num_steps = turns * (bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED) + 8
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_strategies_ext._system.gpu_sync import copy_to_host, side_stream
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
-from lightning_strategies_ext.torch_distributed.wrapping import wrap_again, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.wrapping import rewrap_in_ddp, wrap_in_ddp
 from tests.gpu.devices import Ranks, cuda_only
 
 pytestmark = [pytest.mark.processes, cuda_only]
@@ -24,7 +24,7 @@ SIZE = 1 << 22
 def free_a_residual(where: dict[str, Any]) -> float:
     device = torch.device("cuda", 0)
     parameter, residuals = torch.zeros(SIZE, device=device), Residuals()
-    residuals.put(parameter, torch.ones(SIZE, device=device), 1)
+    residuals.distribute(parameter, torch.ones(SIZE, device=device), 1)
     side = side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -49,7 +49,7 @@ def wrap_often(where: dict[str, Any]) -> tuple[float, int, int]:
         torch.cuda._sleep(LONG // 10)
         with torch.no_grad():
             module.weight.fill_(number)  # as an optimizer step that the GPU has yet to do
-        wrap_again(model, fabric.device)
+        rewrap_in_ddp(model, fabric.device)
         assert (module.weight == number).all().item()
         model(torch.ones(1, SIZE // 1024, device=fabric.device)).sum().backward()
         reserved.append(torch.cuda.memory_reserved())

@@ -22,13 +22,7 @@ NAMES_LEFT = (
     "lightning_strategies_ext/horovod/elastic_driver.py",
     "lightning_strategies_ext/horovod_build/requirements.py",
     "lightning_strategies_ext/horovod_build/wheel.py",
-    "lightning_strategies_ext/pytorch/ddp_ray.py",
     "lightning_strategies_ext/pytorch/horovod_elastic.py",
-    "lightning_strategies_ext/pytorch/parallel.py",
-    "lightning_strategies_ext/shm/native.py",
-    "lightning_strategies_ext/shm/rendezvous.py",
-    "lightning_strategies_ext/shm/segments.py",
-    "lightning_strategies_ext/torch_distributed/compression/models.py",
 )
 _TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 

@@ -79,8 +79,8 @@ CALLED_INSTEAD = {
         f"{_WORKERS}.kill",
         f"{_FABRIC_WORKERS}._wrapping_function",
     ],
-    "torch_distributed.gradient_sync.GradientSync.create_averaging": [f"{_DDP}._enable_model_averaging"],
-    "torch_distributed.gradient_sync.GradientSync.register_hook": [
+    "torch_distributed.gradient_sync.GradientSyncOptions.create_averaging": [f"{_DDP}._enable_model_averaging"],
+    "torch_distributed.gradient_sync.GradientSyncOptions.register_hook": [
         f"{_DDP}._register_ddp_hooks",
         f"{_OVERRIDES}:_register_ddp_comm_hook",
     ],

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import CommunicationMonitor, DDPSpawnStrategy, DDPStrategy
 from lightning_strategies_ext.torch_distributed import bucket_search
-from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
+from lightning_strategies_ext.torch_distributed.exchange_timer import DDPExchangeTimer
 from tests.support.models import (
     MLP,
     TwoOptimizers,
@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 
 #: In mebibytes; small enough for the models of these tests to be in several buckets.
 SIZES_MB = (2**-12, 2**-11, 2**-5)
-NUM_STEPS = (len(SIZES_MB) + 1) * bucket_search.NUM_TURNS * (bucket_search.NUM_SETTLING + bucket_search.NUM_MEASURED)
+NUM_STEPS = (len(SIZES_MB) + 1) * bucket_search.NUM_REPEATS * (bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED)
 NUM_PROFILED = 5
 
 CASES: dict[str, tuple[dict[str, Any], type[pl.LightningModule], dict[str, Any]]] = {
@@ -66,7 +66,7 @@ class Observe(Callback):
                 trainer.should_stop = True
 
     def on_train_end(self, trainer, pl_module):
-        self.num_buckets = DDPTimes(self.model).num_buckets
+        self.num_buckets = DDPExchangeTimer(self.model).num_buckets
         self.model = self.reducer = None
 
     def num_all_reduces(self) -> int:
@@ -110,7 +110,7 @@ def train_all() -> dict[str, tuple[Training, Training]]:
 @pytest.mark.processes
 def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
     first, second = run_ranks(train_all)
-    turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_TURNS
+    turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_REPEATS
     for case, (tried, usual) in first.items():
         assert_same_bits(tried.state, usual.state)
         chosen = re.match(r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)|DDP's default sizes)", tried.said)

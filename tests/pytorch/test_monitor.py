@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import CommunicationMonitor, DDPStrategy
 from lightning_strategies_ext.monitoring.analysis import PHASES
-from lightning_strategies_ext.shm.execution import Execution
+from lightning_strategies_ext.shm.executor import OperationExecutor
 from tests.support.examples import example_packages
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import (
@@ -92,9 +92,9 @@ class Counts:
 
     def __init__(self) -> None:
         self.num = 0
-        self._own = {name: getattr(Execution, name) for name in ("start", "all_reduce")}
+        self._own = {name: getattr(OperationExecutor, name) for name in ("start", "all_reduce")}
         for name, method in self._own.items():
-            setattr(Execution, name, self._counting(method))
+            setattr(OperationExecutor, name, self._counting(method))
 
     def _counting(self, method: Any) -> Any:
         def count(*args: Any) -> Any:
@@ -105,7 +105,7 @@ class Counts:
 
     def close(self) -> None:
         for name, method in self._own.items():
-            setattr(Execution, name, method)
+            setattr(OperationExecutor, name, method)
 
 
 # --- it changes nothing ---

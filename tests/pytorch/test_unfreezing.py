@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_strategies_ext import CommunicationMonitor, DDPStrategy, DifferentModelsError
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.torch_distributed import bucket_search
-from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD, TopK
+from lightning_strategies_ext.torch_distributed.compression.config import DiLoCo, LocalSGD, TopK
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
-from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
+from lightning_strategies_ext.torch_distributed.wrapping import rewrap_in_ddp
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, dataset, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
@@ -340,7 +340,7 @@ def test_ddp_stays_what_it_is_when_it_is_made_anew():
     model, inputs = in_ddp(), []
     model.register_forward_pre_hook(lambda model, args: inputs.append(args))
     with model.no_sync():
-        wrap_again(model.eval(), torch.device("cpu"), bucket_cap_mb=3)
+        rewrap_in_ddp(model.eval(), torch.device("cpu"), bucket_cap_mb=3)
         assert (model.training, model.require_backward_grad_sync) == (False, False)
     assert model.require_backward_grad_sync
     assert model.bucket_bytes_cap == 3 * 2**20
@@ -353,7 +353,7 @@ def test_the_ddp_of_before_exchanges_nothing_any_more():
     model = in_ddp(gradient_as_bucket_view=True)
     model(torch.ones(1, 2))  # it waits for the gradients of this
     held = model.reducer
-    wrap_again(model, torch.device("cpu"))
+    rewrap_in_ddp(model, torch.device("cpu"))
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     assert model.module.weight.grad.tolist() == [[2.0, 2.0]] * 2
@@ -366,7 +366,7 @@ def test_the_ddp_of_before_exchanges_nothing_any_more():
 )
 def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
     model, numbers = in_ddp(**arguments), []
-    context = FeatureContext(GradientSync(), {}, torch.device("cpu"), LocalCollectives(0, 1))
+    context = FeatureContext(GradientSyncOptions(), {}, torch.device("cpu"), LocalCollectives(0, 1))
     context.rebuild = lambda model: numbers.append(sum(each.requires_grad for each in model.parameters()))
     unfreezing = Unfreezing(context)
     unfreezing.wrap(model)
@@ -391,4 +391,4 @@ def test_what_ddp_can_do_once_only_is_refused():
     model = in_ddp()
     begin = "The parameters of Linear that require gradients have changed since DDP wrapped it"
     with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Omit that argument"):
-        wrap_again(model, torch.device("cpu"), mixed_precision="anything")
+        rewrap_in_ddp(model, torch.device("cpu"), mixed_precision="anything")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.shm.creation import ShmOptions
-from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command

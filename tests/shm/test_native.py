@@ -14,8 +14,8 @@ from torch.distributed import ReduceOp
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
-from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError, compile_library
-from lightning_strategies_ext.shm.native_build import VARIABLE, library
+from lightning_strategies_ext.shm.compiler import SOURCE, NativeLibraryError, compile_library
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
@@ -30,11 +30,11 @@ COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
 def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
     os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(16 * SLOT_NUM_BYTES)
     rank = start_shm()
-    os.environ[VARIABLE] = "0"
+    os.environ[DISABLE_VARIABLE] = "0"
     library.cache_clear()
     in_rounds = dist.new_group(backend="shm")
-    assert dist.group.WORLD._compiled is not None
-    assert in_rounds._compiled is None
+    assert dist.group.WORLD._native is not None
+    assert in_rounds._native is None
     size, draw = dist.get_world_size(), random.Random(seed)
     own = torch.Generator().manual_seed(rank + 1)
     borders = [1, 16 * size, 2048, 8192 // max(1, size - 1), *(SLOT_NUM_BYTES * k // 4 for k in (1, 2, 3, 4, 9))]
@@ -118,7 +118,7 @@ def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("way", ["compiled", "in rounds"])
 def test_a_rank_that_waits_sleeps(way: str, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, VARIABLE, "1" if way == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if way == "compiled" else "0")
     seconds, cpu_seconds = run_ranks(wait_for_a_late_rank, is_asynchronous)[0]
     assert seconds > 1
     assert cpu_seconds < 0.2
@@ -159,13 +159,13 @@ def reduce_in_two_groups() -> tuple[float, bool]:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     dist.all_reduce(tensor, group=dist.new_group(backend="shm"))
-    return tensor.sum().item(), dist.group.WORLD._compiled is not None
+    return tensor.sum().item(), dist.group.WORLD._native is not None
 
 
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ({VARIABLE: "0"}, f"{VARIABLE}=0"),
+        ({DISABLE_VARIABLE: "0"}, f"{DISABLE_VARIABLE}=0"),
         ({"CC": "no-such-compiler"}, "there is no C compiler (no-such-compiler)"),
         ({"CC": "false -v"}, "false fails"),
     ],
@@ -184,7 +184,7 @@ def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
 
 def reduce_where_one_has_no_compiler() -> tuple[float, bool]:
     if os.environ["LOCAL_RANK"] == "1":
-        os.environ[VARIABLE] = "0"
+        os.environ[DISABLE_VARIABLE] = "0"
     return reduce_in_two_groups()
 
 
@@ -196,7 +196,7 @@ def test_all_ranks_go_in_rounds_if_one_of_them_must():
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library is kept, which is empty."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
     library.cache_clear()
     return tmp_path / "cache" / "shm"
 
@@ -215,7 +215,7 @@ def test_what_is_no_library_is_made_anew(kept: Path):
     (made,) = kept.iterdir()
     made.unlink()  # this process has it mapped
     made.write_text("a file that a full disk has left empty, say")
-    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().uncached_reason))"
     assert run_script("-c", load).stdout == "''\n"
     assert made.stat().st_size > 1000
 
@@ -230,7 +230,7 @@ def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch
     compiler.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 3\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(NotCompiledError, match="out of order"):
+    with pytest.raises(NativeLibraryError, match="out of order"):
         library()
 
 
@@ -239,7 +239,7 @@ def test_a_long_compiler_error_is_quoted_from_the_start_of_a_line(tmp_path):
     lines = [f"error {number:03}: undeclared" for number in range(40)]
     compiler.write_text("#!/bin/sh\ncat >&2 <<END\n" + "\n".join(lines) + "\nEND\nexit 1\n")
     compiler.chmod(0o755)
-    with pytest.raises(NotCompiledError) as caught:
+    with pytest.raises(NativeLibraryError) as caught:
         compile_library([str(compiler)], tmp_path / "library.so")
     quoted = str(caught.value).partition("fails: ")[2].splitlines()
     assert quoted == lines[-len(quoted) :]

@@ -21,8 +21,8 @@ from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
 from lightning_strategies_ext.shm import compiler, native_build, rendezvous
-from lightning_strategies_ext.shm.links import LinkedRank, PeerLostError
-from lightning_strategies_ext.shm.native_build import VARIABLE, library
+from lightning_strategies_ext.shm.links import LocalPeer, PeerLostError
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from tests.shm.start import start_shm
 from tests.support import ranks
@@ -45,7 +45,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
     start_shm()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
-    return tensor.sum().item(), dist.group.WORLD._compiled is not None
+    return tensor.sum().item(), dist.group.WORLD._native is not None
 
 
 @pytest.mark.processes
@@ -54,7 +54,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
 def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
     home: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delitem(ranks.rank_environment, VARIABLE, raising=False)
+    monkeypatch.delitem(ranks.rank_environment, DISABLE_VARIABLE, raising=False)
     outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
     said = [[line for line in outcome.output.splitlines() if "cannot be stored" in line] for outcome in outcomes]
@@ -67,7 +67,7 @@ def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(nowhere))
     monkeypatch.setattr(native_build.tempfile, "TemporaryDirectory", no_directory)
     library.cache_clear()
-    with pytest.raises(compiler.NotCompiledError, match="no directory"):
+    with pytest.raises(compiler.NativeLibraryError, match="no directory"):
         library()
     library.cache_clear()
 
@@ -83,7 +83,7 @@ def no_directory() -> None:
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The library as it is kept."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
     library.cache_clear()
     library()
     library.cache_clear()
@@ -110,10 +110,10 @@ def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: 
     kept.unlink()  # this process has it mapped
     kept.write_text("no library: the process would end, or worse, if it were loaded")
     spoil(path, how)
-    functions, not_kept = library()
+    functions, uncached_reason = library()
     assert functions.all_reduce_group_bytes() > 0
-    assert str(path) in not_kept
-    assert "another user" in not_kept or "other users" in not_kept
+    assert str(path) in uncached_reason
+    assert "another user" in uncached_reason or "other users" in uncached_reason
     assert kept.read_text().startswith("no library")
 
 
@@ -123,7 +123,7 @@ def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
     precious.write_text("precious")
     kept.unlink()
     kept.symlink_to(precious)
-    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().uncached_reason))"
     assert run_script("-c", load).stdout == "''\n"
     assert precious.read_text() == "precious"
     assert not kept.is_symlink()
@@ -254,7 +254,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: typ
     one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
     words = [each._address for each in (one, other)]
     other.close()
-    peer, said = LinkedRank(1 - rank, 1 - rank, 4711), {"address": words[1], "token": "00" * 16}
+    peer, said = LocalPeer(1 - rank, 1 - rank, 4711), {"address": words[1], "token": "00" * 16}
     start = time.monotonic()
     with pytest.raises(kind, match=rf"rank {1 - rank} \(pid 4711\)"):
         one.connect([(peer, said)], 0, time.monotonic() + 0.5)
@@ -265,7 +265,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: typ
 @pytest.mark.parametrize("hello", [b"", b"short", b"\1\0\0\0" + b"x" * 16, b"\7\0\0\0" + b"x" * 16])
 def test_who_does_not_know_the_token_is_no_rank(tmp_path: Path, hello: bytes):
     meeting = rendezvous_of_one(tmp_path)
-    peer = LinkedRank(1, 1, 4711)
+    peer = LocalPeer(1, 1, 4711)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect("\0" + meeting._address)
         socket.send_fds(stranger, [hello], [0]) if hello else stranger.shutdown(socket.SHUT_WR)
@@ -296,7 +296,7 @@ def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user:
         os.seteuid(0)
         said = {"address": "taken-by-another-user", "token": "00" * 16}
         with pytest.raises(PeerLostError, match=rf"rank 0 \(pid 4711\).*a process of user {user} uses"):
-            rendezvous.connect([(LinkedRank(0, 0, 4711), said)], 0, time.monotonic() + 60)
+            rendezvous.connect([(LocalPeer(0, 0, 4711), said)], 0, time.monotonic() + 60)
         connection, _ = stranger.accept()
         assert connection.recv(64) == b""
     rendezvous.close()
@@ -310,7 +310,7 @@ def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
             stranger.connect("\0" + rendezvous._address)
         socket.send_fds(stranger, [struct.pack("<I16s", 1, rendezvous._token)], [0])
         with pytest.raises(TimeoutError, match=f"rank 1 .pid {os.getpid()}"):
-            rendezvous.connect([(LinkedRank(1, 1, os.getpid()), {})], 0, time.monotonic() + 0.3)
+            rendezvous.connect([(LocalPeer(1, 1, os.getpid()), {})], 0, time.monotonic() + 0.3)
         with pytest.raises(ConnectionResetError):  # closed, and nothing was read
             stranger.recv(16)
     rendezvous.close()

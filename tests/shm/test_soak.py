@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.native_build import VARIABLE
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -57,7 +57,7 @@ def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, i
 @pytest.mark.timeout(900 + 10 * NUM_ROUNDS)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_survivors_of_any_death_end_within_seconds(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, VARIABLE, str(int(is_compiled)))
+    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, str(int(is_compiled)))
     for number in range(NUM_ROUNDS):
         size = 2 + number % 3
         num_victims = 1 + (number // 3) % (size - 1)

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_strategies_ext.shm.native_build import VARIABLE
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
 from tests.shm.programs import (
     GLOO_IS_WHOLE,
@@ -207,7 +207,7 @@ STORMS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_si
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How all-reduces are carried out; all else goes in rounds."""
-    monkeypatch.setitem(rank_environment, VARIABLE, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
 
 
 @pytest.mark.timeout(900 * FACTOR)

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import run_ranks

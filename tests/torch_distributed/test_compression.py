@@ -24,9 +24,9 @@ from lightning_strategies_ext import (
     TopK,
 )
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
-from lightning_strategies_ext.torch_distributed.compression import in_order, levels, top_k
-from lightning_strategies_ext.torch_distributed.compression.exchange import begin
-from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from lightning_strategies_ext.torch_distributed.compression import host_groups, ordered_executor, top_k
+from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import create_exchange
+from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from tests.support.models import make_trainer
 from tests.support.ranks import run_ranks
@@ -130,7 +130,7 @@ def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) 
     """Some steps of a model in DDP: what comes of each, the exact means, and what is missing at the end."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
-    exchange = begin(compression, model)
+    exchange = create_exchange(compression, model)
     model.register_comm_hook(None, exchange.hook)
     got, exact, magnitude = [], [], []
     for step in range(num_steps):
@@ -147,7 +147,7 @@ def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) 
 
 def exchange_all(backend: str, num_hosts: int) -> dict[str, Any]:
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    levels.host_identity = lambda: f"host {rank * num_hosts // size}"
+    host_groups.host_identity = lambda: f"host {rank * num_hosts // size}"
     dist.init_process_group(backend, rank=rank, world_size=size)
     found = {name: exchange_some(*case) for name, case in CASES.items()}
     dist.destroy_process_group()
@@ -256,7 +256,7 @@ def test_chosen_are_nearly_the_largest() -> None:
 @pytest.mark.parametrize("num_inside", [1, 2, 3, 5])
 @pytest.mark.parametrize("sizes", [[7], [1, 1, 1], [100, 1, 1, 1, 100], [0, 5, 0], [1] * 20])
 def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
-    shares = Levels(None, None, num_inside, 0, torch.device("cpu")).shares(sizes)
+    shares = HostGroups(None, None, num_inside, 0, torch.device("cpu")).shares(sizes)
     assert [index for share in shares for index in share] == list(range(len(sizes)))
     assert len(shares) == num_inside
     largest = max(sum(sizes[index] for index in share) for share in shares)
@@ -281,10 +281,10 @@ def test_a_residual_that_is_freed_in_the_exchanges_stream_is_kept_until_that_has
     monkeypatch.setattr(OnGPU, "uses", [])
     residuals, parameters = Residuals(), [torch.zeros(2).as_subclass(OnGPU) for _ in range(2)]
     for parameter in parameters:  # in the stream of the training, as when a checkpoint is loaded
-        residuals.put(parameter, torch.full((2,), 6.0), 2)
+        residuals.distribute(parameter, torch.full((2,), 6.0), 2)
     assert residuals.flat(parameters[:1], parameters[0]).tolist() == [3, 3]
     gradients = torch.ones(2).as_subclass(OnGPU)
-    residuals.hand_over(parameters[1:], gradients, 2)
+    residuals.add_to_gradients(parameters[1:], gradients, 2)
     assert gradients.tolist() == [7, 7]
     assert OnGPU.uses == [([3, 3], "stream of the exchange"), ([0, 0], "stream of the exchange")]
 
@@ -296,8 +296,8 @@ def groups_on_a_gpu(backend: str) -> list[bool]:
     dist.init_process_group(backend, rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     found = []
     for device in ("cuda", "cpu"):
-        of_ranks = Levels.of_all_ranks(torch.device(device), None)
-        found.append(of_ranks.between is dist.group.WORLD)
+        of_ranks = HostGroups.create(torch.device(device), None)
+        found.append(of_ranks.inter_host is dist.group.WORLD)
         of_ranks.close()
         found.append(dist.is_initialized())
     dist.barrier()  # one that ends breaks off the connections that another is about to make
@@ -314,7 +314,7 @@ def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm_since_t
 def exchange_beside_others(size: int) -> dict[str, list[str]]:
     """What happens in a backward pass of a model that has collectives of the default group beside the exchange."""
     rank = int(os.environ["LOCAL_RANK"])
-    levels.host_identity = lambda: f"host {rank * 2 // size}"
+    host_groups.host_identity = lambda: f"host {rank * 2 // size}"
     dist.init_process_group("gloo", rank=rank, world_size=size)
     events: list[str] = []
 
@@ -333,7 +333,7 @@ def exchange_beside_others(size: int) -> dict[str, list[str]]:
         def wait_stream(self, other: Any) -> None:
             events.append("exchange")
 
-    in_order.side_stream, in_order.Future = lambda device: Stream(), Waited  # type: ignore[assignment]
+    ordered_executor.side_stream, ordered_executor.Future = lambda device: Stream(), Waited  # type: ignore[assignment]
     torch.cuda.current_stream, torch.cuda.stream = Mock(), lambda stream: nullcontext()  # type: ignore[assignment]
     Tensor.record_stream = Mock()  # type: ignore[method-assign]
     found = {}
@@ -342,7 +342,7 @@ def exchange_beside_others(size: int) -> dict[str, list[str]]:
         module = nn.Embedding(4, 4, sparse=name == "sparse")
         model = DistributedDataParallel(nn.Sequential(module, nn.Linear(4, 1)), bucket_cap_mb=1e-5, **options)
         model.device = torch.device("cuda", 0)
-        exchange = begin(BFloat16(), model)
+        exchange = create_exchange(BFloat16(), model)
         assert exchange is not None
         model.device = torch.device("cpu")
         model.register_comm_hook(None, exchange.hook)

@@ -123,7 +123,7 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     can_abort = process_group.can_abort()
     disconnect([])
     found = [can_abort, is_aborted(), [aborted.count(group) for group in groups]]
-    process_group.leave(groups[2])  # the other one is left with the default group
+    process_group.leave_subgroup(groups[2])  # the other one is left with the default group
     process_group.stop()
     return [*found, dist.is_initialized(), len(aborted)]
 

@@ -49,7 +49,7 @@ def wrap_three_times_on_a_gpu() -> list[str]:
     device = torch.device("cuda", 0)
     model = wrapping.wrap_in_ddp(nn.Linear(2, 2), device)
     for _ in range(2):
-        wrapping.wrap_again(model, device)
+        wrapping.rewrap_in_ddp(model, device)
     dist.destroy_process_group()
     return events
 

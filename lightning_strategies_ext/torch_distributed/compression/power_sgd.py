@@ -27,19 +27,19 @@ class _Matrix(NamedTuple):
         gradient: Gradients of shape ``(n, m)``.
         residual: Residuals of shape ``(n, m)``: of earlier steps; then with the gradients added; then of this step.
         query: Directions of shape ``(r, m)`` in which the last gradients were largest, the same on all ranks.
-        left: Thin matrix of shape ``(r, n)``, a part of the first message.
-        right: Thin matrix of shape ``(r, m)``, a part of the second message.
+        p_factor: Thin matrix of shape ``(r, n)``, a part of the first message.
+        q_factor: Thin matrix of shape ``(r, m)``, a part of the second message.
     """
 
     gradient: Tensor
     residual: Tensor
     query: Tensor
-    left: Tensor
-    right: Tensor
+    p_factor: Tensor
+    q_factor: Tensor
 
 
 class PowerSGDCodec:
-    """Codec that sends thin matrices; implements :class:`.gradients.Codec`.
+    """Codec that sends thin matrices; implements :class:`.compressed_gradients.Codec`.
 
     Args:
         rank: Number of columns of the thin matrices.
@@ -55,7 +55,7 @@ class PowerSGDCodec:
         self._noises: dict[int, Tensor] = {}
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """Implements :meth:`.gradients.Codec.sum`."""
+        """Implements :meth:`.compressed_gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         sizes = [parameter.numel() for parameter in parameters]
         pieces = list(zip(parameters, flat.split(sizes), residual.split(sizes), strict=True))
@@ -92,17 +92,17 @@ class PowerSGDCodec:
         # One matrix after the other, so that each stays in the core's caches.
         for each in matrices:
             each.residual.add_(each.gradient, alpha=scale)
-            torch.mm(each.query, each.residual.T, out=each.left)
+            torch.mm(each.query, each.residual.T, out=each.p_factor)
         self._all_reduce(first, group)
         for each in matrices:
-            _orthonormalize(each.left)
-            torch.mm(each.left, each.residual, out=each.right)
-            each.residual.addmm_(each.left.T, each.right, alpha=-1)
+            _orthonormalize(each.p_factor)
+            torch.mm(each.p_factor, each.residual, out=each.q_factor)
+            each.residual.addmm_(each.p_factor.T, each.q_factor, alpha=-1)
         if matrices:
             self._all_reduce(second, group)
         for each in matrices:
-            torch.mm(each.left.T, each.right, out=each.gradient)
-            each.query.copy_(each.right)
+            torch.mm(each.p_factor.T, each.q_factor, out=each.gradient)
+            each.query.copy_(each.q_factor)
 
     def _all_reduce(self, message: Tensor, group: Any) -> None:
         is_over_gloo = dist.get_backend(group) == "gloo"

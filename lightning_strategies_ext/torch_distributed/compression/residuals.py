@@ -37,7 +37,7 @@ class Residuals:
             self._flats[key] = flat
         return flat
 
-    def hand_over(self, parameters: Sequence[Tensor], flat: Tensor, size: int) -> None:
+    def add_to_gradients(self, parameters: Sequence[Tensor], flat: Tensor, size: int) -> None:
         """Adds the residuals of parameters to gradients that another rank exchanges in place of this rank.
 
         Args:
@@ -52,7 +52,7 @@ class Residuals:
                 own.zero_()
                 note_use(own)
 
-    def take_together(
+    def gather_totals(
         self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
     ) -> list[Tensor]:
         """Sums the residuals over all ranks, and gives each rank the same part. Collective: all ranks call it.
@@ -72,7 +72,7 @@ class Residuals:
             tensor.div_(size)
         return totals
 
-    def put(self, parameter: Tensor, total: Tensor, size: int) -> None:
+    def distribute(self, parameter: Tensor, total: Tensor, size: int) -> None:
         """Sets a residual to this rank's part of a sum, which another number of ranks may have saved."""
         self._own(parameter).copy_(total).div_(size)
 

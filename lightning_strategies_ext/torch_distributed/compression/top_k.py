@@ -19,7 +19,7 @@ _MARGIN = 1.2
 
 
 class TopKCodec:
-    """Codec that sends the largest gradients; implements :class:`.gradients.Codec`.
+    """Codec that sends the largest gradients; implements :class:`.compressed_gradients.Codec`.
 
     Args:
         fraction: Fraction of each parameter's gradients that is sent.
@@ -31,7 +31,7 @@ class TopKCodec:
         self._residuals = residuals
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """Implements :meth:`.gradients.Codec.sum`."""
+        """Implements :meth:`.compressed_gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         residual.add_(flat, alpha=scale)
         sizes = [parameter.numel() for parameter in parameters]

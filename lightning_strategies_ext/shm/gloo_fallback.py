@@ -7,12 +7,12 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.tensors import HasNoMemoryError
+from lightning_strategies_ext.shm.tensors import NoStorageError
 
 Collective = TypeVar("Collective", bound=Callable[..., Any])
 
 
-class GlooBeside(dist.ProcessGroupGloo):
+class GlooFallback(dist.ProcessGroupGloo):
     """gloo backend of a ``shm`` process group.
 
     torch passes a new timeout only to this backend; it applies to the whole group.
@@ -36,7 +36,7 @@ class GlooBeside(dist.ProcessGroupGloo):
         self.timeout = timeout
 
 
-class AllOf(dist.Work):
+class CombinedWork(dist.Work):
     """Several handles of gloo as one handle."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -54,7 +54,7 @@ class AllOf(dist.Work):
         return True
 
 
-def or_by_dispatcher(name: str) -> Callable[[Collective], Collective]:
+def with_dispatcher_fallback(name: str) -> Callable[[Collective], Collective]:
     """Makes a collective call gloo through torch's dispatcher for tensors that only the dispatcher supports.
 
     Args:
@@ -66,7 +66,7 @@ def or_by_dispatcher(name: str) -> Callable[[Collective], Collective]:
         def carried_out(group: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return collective(group, *args, **kwargs)
-            except HasNoMemoryError:
+            except NoStorageError:
                 return getattr(group.gloo, name)(*args, **kwargs)
 
         return cast(Collective, carried_out)

@@ -22,19 +22,19 @@ Hook = Callable[..., Future[Tensor]]
 
 
 @dataclass
-class Share:
+class Contribution:
     """Contribution of this rank to the next exchange.
 
     It has no reference to the model: a model in DDP holds its hook, and the hook holds this object.
 
     Attributes:
         contributors: Ranks with gradients of their own, in order; None for all ranks.
-        kept: Gradients by parameter that this rank had before the current backward pass, if the pass adds nothing to
-            its contribution; else None.
+        saved_gradients: Gradients by parameter that this rank had before the current backward pass, if the pass adds
+            nothing to its contribution; else None.
     """
 
     contributors: Sequence[int] | None = None
-    kept: dict[Tensor, Tensor | None] | None = None
+    saved_gradients: dict[Tensor, Tensor | None] | None = None
 
     def hook(self, inner: Hook | None, group: dist.ProcessGroup) -> Hook:
         """Returns a communication hook.
@@ -47,46 +47,46 @@ class Share:
 
         def exchange(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
             buffer = bucket.buffer()
-            self._take_out(bucket)
+            self._remove_local_gradients(bucket)
             num_contributors = world_size if self.contributors is None else len(self.contributors)
             if inner is not None:
                 if num_contributors != world_size:
                     buffer.mul_(world_size / num_contributors)
                 return inner(state, bucket)
             buffer.mul_(1.0 / num_contributors)  # as DDP does: a division rounds differently
-            return all_reduced(buffer, group)
+            return all_reduce_async(buffer, group)
 
         return exchange
 
-    def _take_out(self, bucket: dist.GradBucket) -> None:
-        if self.kept is None:
+    def _remove_local_gradients(self, bucket: dist.GradBucket) -> None:
+        if self.saved_gradients is None:
             return
         gradients = [bucket.buffer()] if bucket.buffer().is_sparse else bucket.gradients()
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
-            _overwrite(gradient, self.kept.get(parameter))
+            _overwrite(gradient, self.saved_gradients.get(parameter))
 
 
-class DDPExchange:
+class DDPGradientExchange:
     """Exchange of a model in DDP; implements :class:`lightning_strategies_ext.uneven.control.GradientExchange`.
 
     Args:
         model: Model in DDP.
-        share: Contribution that the hook of the model reads; without such a hook, all ranks must contribute.
+        contribution: Contribution that the hook of the model reads; without such a hook, all ranks must contribute.
     """
 
-    def __init__(self, model: DistributedDataParallel, share: Share) -> None:
+    def __init__(self, model: DistributedDataParallel, contribution: Contribution) -> None:
         self._model = model
-        self._share = share
+        self._contribution = contribution
         self._has_own = False  # whether earlier passes left gradients that were not exchanged
 
     @property
     def contributors(self) -> Sequence[int] | None:
         """Ranks that have gradients of their own in the next exchange, in order; None for all ranks."""
-        return self._share.contributors
+        return self._contribution.contributors
 
     @contributors.setter
     def contributors(self, contributors: Sequence[int] | None) -> None:
-        self._share.contributors = contributors
+        self._contribution.contributors = contributors
 
     @property
     def is_held_back(self) -> bool:
@@ -100,11 +100,11 @@ class DDPExchange:
         if self.is_held_back or self._has_own:
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             kept = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in parameters}
-        self._share.kept = kept
+        self._contribution.saved_gradients = kept
 
     def finish(self) -> None:
         """Ends the exchange of a backward pass. Called after the pass, in which DDP has waited for all gradients."""
-        kept, self._share.kept = self._share.kept, None
+        kept, self._contribution.saved_gradients = self._contribution.saved_gradients, None
         if self.is_held_back and kept is None:
             self._has_own = True
         elif self.is_held_back and kept is not None:
@@ -115,7 +115,7 @@ class DDPExchange:
                     _overwrite(parameter.grad, gradient)
         else:
             self._has_own = False
-            self._forget_what_no_contributor_used()
+            self._clear_unused_gradients()
 
     def sync_buffers(self) -> None:
         """Broadcasts the buffers of the first contributor, if DDP broadcasts buffers and rank 0 contributes nothing."""
@@ -132,9 +132,9 @@ class DDPExchange:
 
     def close(self) -> None:
         """Makes all ranks contribute again."""
-        self._share.contributors = self._share.kept = None
+        self._contribution.contributors = self._contribution.saved_gradients = None
 
-    def _forget_what_no_contributor_used(self) -> None:
+    def _clear_unused_gradients(self) -> None:
         # DDP creates a gradient of zeros for a parameter that only ranks without data have used. Optimizers would
         # change the parameter, by momentum or weight decay.
         if self.contributors is None or not self._model.find_unused_parameters:
@@ -145,7 +145,7 @@ class DDPExchange:
                     parameter.grad = None
 
 
-def for_its_hook(model: DistributedDataParallel) -> DistributedDataParallel:
+def weak_model_for_hook(model: DistributedDataParallel) -> DistributedDataParallel:
     """Returns a proxy of a model in DDP that the model's hook may hold, because it does not keep the model alive.
 
     The model holds its hook in C++ objects, so Python's garbage collector does not detect a reference cycle through
@@ -154,25 +154,25 @@ def for_its_hook(model: DistributedDataParallel) -> DistributedDataParallel:
     return cast(DistributedDataParallel, weakref.proxy(model))
 
 
-def all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
+def all_reduce_async(tensor: Tensor, group: Any) -> Future[Tensor]:
     """Starts to sum a tensor in place over the ranks of a group; returns its future."""
     future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
 
 
-def check_can_join(averages_models: str | None, ddp_kwargs: Mapping[str, Any]) -> None:
+def check_can_join(model_averaging_argument: str | None, ddp_kwargs: Mapping[str, Any]) -> None:
     """Checks that gradients are averaged over all ranks that have data.
 
     Args:
-        averages_models: Argument by which models are averaged instead, with its value; None if there is none.
+        model_averaging_argument: Argument by which models are averaged instead, with its value; None if there is none.
         ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
         ValueError: If models are averaged, or gradients are exchanged among some ranks only.
     """
     what = None
-    if averages_models is not None:
-        what = f"`{averages_models}` averages the models of all ranks"
+    if model_averaging_argument is not None:
+        what = f"`{model_averaging_argument}` averages the models of all ranks"
     for name in ("process_group", "device_mesh"):
         if ddp_kwargs.get(name) is not None:
             what = f"`{name}` exchanges gradients among some ranks"

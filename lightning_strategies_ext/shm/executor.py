@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.native import CompiledAllReduce, SharedCopies
+from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
 
@@ -33,14 +33,14 @@ _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
 #: Seconds after a deadline in which the executing thread can raise its error, which names the awaited ranks, before a
 #: thread that waits for it raises a less specific error.
-_OTHERS_WORD_S: Final = 0.5
+_ERROR_MARGIN_S: Final = 0.5
 #: torch before 2.7 drops the Python part of every handle that C++ code requests. Such handles are kept alive until a
 #: thread waits for them; if a caller never waits, only this many.
 _LOSES_HANDLES: Final = torch.__version__ < "2.7"
-_MOST_UNCLAIMED: Final = 1024
+_MAX_UNWAITED: Final = 1024
 
 
-class Execution:
+class OperationExecutor:
     """Executes the operations of one process group in one process.
 
     Args:
@@ -48,12 +48,12 @@ class Execution:
 
     Attributes:
         futures: Lock that is held while a future is created or fulfilled.
-        unclaimed: Handles that no thread has waited for yet, if torch drops their Python part.
+        unwaited: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
     def __init__(self, rounds: Rounds) -> None:
         self.futures = threading.Lock()
-        self.unclaimed: OrderedDict[ShmWork, None] = OrderedDict()
+        self.unwaited: OrderedDict[ShmWork, None] = OrderedDict()
         self._small: deque[ShmWork] = deque(maxlen=_NUM_SMALL)
         self._rounds = rounds
         self._queue: deque[ShmWork] = deque()
@@ -79,7 +79,7 @@ class Execution:
 
     def all_reduce(
         self,
-        compiled: CompiledAllReduce,
+        native: NativeAllReduce,
         tensor: Tensor,
         opts: Any,
         timeout: timedelta,
@@ -88,7 +88,7 @@ class Execution:
         """All-reduces one tensor like :meth:`start`, with less overhead if all ranks are ready.
 
         Args:
-            compiled: All-reduce of the native library.
+            native: All-reduce of the native library.
             tensor: Contiguous tensor that the native library supports.
             opts: Options of the caller.
             timeout: Timeout of the operation if ``opts`` has none.
@@ -99,16 +99,16 @@ class Execution:
                 operation raises this error instead.
         """
         work: ShmWork | None = None
-        call = compiled.call_for(tensor, opts.reduceOp, copies)
+        call = native.prepare(tensor, opts.reduceOp, copies)
         if not self._queue and self._broken is None and self._is_running.acquire(blocking=False):
             try:
                 if not self._queue:
-                    if compiled.begin(call):
+                    if native.begin(call):
                         if not is_asynchronous(opts):
                             return self._ended
-                        return self._held(ShmWork("all_reduce", None, compiled, [tensor], 0.0, self))
-                    progress = compiled.go_on(call)
-                    work = ShmWork("all_reduce", progress, compiled, [tensor], deadline_of(opts, timeout), self)
+                        return self._held(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
+                    progress = native.resume(call)
+                    work = ShmWork("all_reduce", progress, native, [tensor], deadline_of(opts, timeout), self)
                     # The operation has begun, so it precedes operations that other threads have queued meanwhile.
                     self._queue.appendleft(work)
             except BaseException as caught:  # including Ctrl-C of the user
@@ -117,9 +117,7 @@ class Execution:
             finally:
                 self._is_running.release()
         if work is None:
-            work = ShmWork(
-                "all_reduce", compiled.go_through([call]), compiled, [tensor], deadline_of(opts, timeout), self
-            )
+            work = ShmWork("all_reduce", native.run([call]), native, [tensor], deadline_of(opts, timeout), self)
             self._queue.append(work)
         self._begin_queue(work, is_asynchronous(opts))
         return work
@@ -128,22 +126,22 @@ class Execution:
         # Operations that a future's callback starts in the group's thread have no other thread that executes them.
         if not is_asynchronous or threading.current_thread() is self._thread:
             self.complete(self._held(work) if is_asynchronous else work)
-            work.check()
+            work.raise_if_failed()
             return
         self._held(work)
         while self._queue and self._is_running.acquire(blocking=False):
-            if not self._carry_out_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
+            if not self._advance_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
                 break
         if self._queue:
-            self._leave_to_thread()
+            self._hand_to_thread()
 
     def _held(self, work: ShmWork) -> ShmWork:
         if work.num_bytes <= _SMALL_NUM_BYTES:
             self._small.append(work)
         elif _LOSES_HANDLES:
-            self.unclaimed[work] = None
-            if len(self.unclaimed) > _MOST_UNCLAIMED:
-                self.unclaimed.popitem(last=False)
+            self.unwaited[work] = None
+            if len(self.unwaited) > _MAX_UNWAITED:
+                self.unwaited.popitem(last=False)
         return work
 
     def complete(self, work: ShmWork, until: float = math.inf) -> bool:
@@ -151,21 +149,21 @@ class Execution:
         while not work.is_completed():
             now = time.monotonic()
             if now >= until:
-                self._leave_to_thread()
+                self._hand_to_thread()
                 return False
-            latest = min(work.deadline + _OTHERS_WORD_S, until)
+            latest = min(work.deadline + _ERROR_MARGIN_S, until)
             left = math.inf if self._broken is not None else max(latest - now, 0.0)
             if self._is_running.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
                 if work.is_completed():
                     self._is_running.release()
                 else:
-                    self._carry_out_first(until)
+                    self._advance_first(until)
             elif work.deadline <= until:  # another thread executes it, with a later deadline
                 self._break(f"{work.name}: it did not complete within its timeout")
         return True
 
     @property
-    def waiting_for(self) -> ShmWork | None:
+    def current_work(self) -> ShmWork | None:
         """The first operation that has started and not ended, or None."""
         try:
             return self._queue[0]
@@ -185,7 +183,7 @@ class Execution:
             self._end_queue()
         self._todo.release()
 
-    def _carry_out_first(self, until: float) -> bool:
+    def _advance_first(self, until: float) -> bool:
         """Advances the first operation of the queue. Returns whether it has ended, or the queue is empty.
 
         The caller holds the lock, and this method releases it: callbacks of the future may start other operations.
@@ -200,7 +198,7 @@ class Execution:
         finally:
             self._is_running.release()
             if ended is not None:
-                ended.tell()
+                ended.fulfill_future()
         return ended is not None or not self._queue
 
     def _has_ended(self, work: ShmWork, until: float) -> bool:
@@ -211,7 +209,7 @@ class Execution:
             try:
                 # Tensors that were created in inference mode can be written only in inference mode.
                 with torch.inference_mode():
-                    if not self._go_on(work, until):
+                    if not self._advance(work, until):
                         return False
             except BaseException as caught:
                 self._break(f"{work.name}: {str(caught) or type(caught).__name__}")
@@ -223,22 +221,22 @@ class Execution:
         work.end(error)
         return True
 
-    def _go_on(self, work: ShmWork, until: float) -> bool:
+    def _advance(self, work: ShmWork, until: float) -> bool:
         spin_until = 0.0
         while not work.advance():
             now = time.monotonic()
-            spin_until = spin_until or now + work.exchange.spin_s
+            spin_until = spin_until or now + work.waitable.spin_s
             if now < spin_until:
                 os.sched_yield()
                 continue
             # Operations later in the queue may have earlier deadlines.
             deadline = min(queued.deadline for queued in tuple(self._queue))
             try:
-                work.exchange.wait(min(deadline, until))
+                work.waitable.wait(min(deadline, until))
             except TimeoutError as error:
                 if deadline <= until:
                     raise TimeoutError(f"{error} before the timeout of the operation") from None
-                work.state = str(error)
+                work.status_text = str(error)
                 return False
             spin_until = 0.0
         return True
@@ -246,9 +244,9 @@ class Execution:
     def _break(self, reason: str) -> None:
         if self._broken is None:
             self._broken = reason
-            self._rounds.break_off(reason)
+            self._rounds.abort(reason)
 
-    def _leave_to_thread(self) -> None:
+    def _hand_to_thread(self) -> None:
         if self._is_closed:
             self._end_queue()
             return
@@ -266,7 +264,7 @@ class Execution:
     def _end_queue(self) -> None:
         while self._queue:
             self._is_running.acquire()
-            self._carry_out_first(until=math.inf)
+            self._advance_first(until=math.inf)
 
 
 def is_asynchronous(opts: Any) -> bool:
@@ -280,7 +278,7 @@ def deadline_of(opts: Any, timeout: timedelta) -> float:
     return time.monotonic() + (seconds if seconds > 0 else timeout.total_seconds())
 
 
-_open: "weakref.WeakSet[Execution]" = weakref.WeakSet()
+_open: "weakref.WeakSet[OperationExecutor]" = weakref.WeakSet()
 
 
 def _disown_all() -> None:

@@ -1,7 +1,7 @@
 """Records how long calls block the threads that start operations, while recording is on.
 
 A short operation ends within the call that starts it; a longer one is executed there for up to a millisecond (see
-:mod:`.execution`). To the caller of an asynchronous operation, this time looks like computation.
+:mod:`.executor`). To the caller of an asynchronous operation, this time looks like computation.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 
-class Call(NamedTuple):
+class BlockingCall(NamedTuple):
     """A call that has started an operation. Times are those of ``time.time_ns()``.
 
     Attributes:
@@ -25,34 +25,34 @@ class Call(NamedTuple):
     end_ns: int
 
 
-_taken: list[Call] | None = None
+_recorded: list[BlockingCall] | None = None
 
 
-def take(is_on: bool) -> None:
+def set_recording(is_on: bool) -> None:
     """Turns recording on or off for all process groups of this process, and drops recorded calls."""
-    global _taken
-    _taken = [] if is_on else None
+    global _recorded
+    _recorded = [] if is_on else None
 
 
-def taken() -> list[Call]:
-    """Returns and clears the recorded calls; empty unless :func:`take` has turned recording on."""
-    if not _taken:
+def drain() -> list[BlockingCall]:
+    """Returns and clears the recorded calls; empty unless :func:`set_recording` has turned recording on."""
+    if not _recorded:
         return []
-    calls = list(_taken)
-    _taken.clear()
+    calls = list(_recorded)
+    _recorded.clear()
     return calls
 
 
-def timed(call: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+def recorded(call: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Returns a context that records the time of a call if recording is on; else the given context."""
-    return call if _taken is None else _timed(call, _taken)
+    return call if _recorded is None else _record(call, _recorded)
 
 
 @contextmanager
-def _timed(call: AbstractContextManager[Any], into: list[Call]) -> Generator[None, None, None]:
+def _record(call: AbstractContextManager[Any], into: list[BlockingCall]) -> Generator[None, None, None]:
     begin_ns = time.time_ns()
     try:
         with call:
             yield
     finally:
-        into.append(Call(threading.get_ident(), begin_ns, time.time_ns()))
+        into.append(BlockingCall(threading.get_ident(), begin_ns, time.time_ns()))

@@ -16,13 +16,13 @@ from torch.futures import Future
 from lightning_strategies_ext._system.gpu_sync import side_stream
 
 
-class _Given(NamedTuple):
+class _QueuedWork(NamedTuple):
     work: Callable[[], None]
     tensor: Tensor
     future: Future[Any]
 
 
-class InOrder:
+class OrderedExecutor:
     """Executes submitted work in order: on CPUs in a thread, on GPUs in a stream.
 
     Args:
@@ -32,7 +32,7 @@ class InOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = side_stream(device) if device.type == "cuda" else None
-        self._works: SimpleQueue[_Given | None] = SimpleQueue()
+        self._works: SimpleQueue[_QueuedWork | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None], tensor: Tensor) -> Future[Tensor]:
@@ -49,9 +49,9 @@ class InOrder:
             return self._in_stream(self._stream, work, tensor)
         future: Future[Any] = Future()
         if self._thread is None:
-            self._thread = threading.Thread(target=_carry_out, args=(self._works,), name="exchanges", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._works,), name="exchanges", daemon=True)
             self._thread.start()
-        self._works.put(_Given(work, tensor, future))
+        self._works.put(_QueuedWork(work, tensor, future))
         return future.then(_value)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class InOrder:
         return future
 
 
-def _carry_out(works: "SimpleQueue[_Given | None]") -> None:
+def _run(works: "SimpleQueue[_QueuedWork | None]") -> None:
     while (given := works.get()) is not None:
         result: Tensor | Exception = given.tensor
         try:

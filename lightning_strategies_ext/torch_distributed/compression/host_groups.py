@@ -22,7 +22,7 @@ from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.torch_distributed import process_group
 
 
-class Levels(NamedTuple):
+class HostGroups(NamedTuple):
     """Process groups of one rank.
 
     The groups are separate from other groups, so that no other collectives come between the collectives of an exchange.
@@ -31,23 +31,23 @@ class Levels(NamedTuple):
     SyncBatchNorm (``torch.distributed.new_group``, "Safe concurrent usage").
 
     Attributes:
-        inside: Group of the ranks of this host; None with a single level.
-        between: Group of the ranks with which this rank exchanges its share, one per host; all ranks with a single
+        intra_host: Group of the ranks of this host; None with a single level.
+        inter_host: Group of the ranks with which this rank exchanges its share, one per host; all ranks with a single
             level.
-        num_inside: Number of ranks per host; 1 with a single level.
-        index_inside: Index of this rank among the ranks of its host.
+        ranks_per_host: Number of ranks per host; 1 with a single level.
+        local_index: Index of this rank among the ranks of its host.
         device: Device of the exchanged tensors.
     """
 
-    inside: Any
-    between: Any
-    num_inside: int
-    index_inside: int
+    intra_host: Any
+    inter_host: Any
+    ranks_per_host: int
+    local_index: int
     device: torch.device
 
     @classmethod
-    @record_connections(process_group.connections)
-    def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
+    @record_connections(process_group.group_connections)
+    def create(cls, device: torch.device, timeout: timedelta | None) -> "HostGroups":
         """Creates the groups. Collective: all ranks of the default group call it.
 
         There are two levels if there are several hosts, with the same number of ranks each and more than one.
@@ -59,8 +59,8 @@ class Levels(NamedTuple):
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, host_identity())
         counts = Counter(hosts)
-        num_inside = next(iter(counts.values()))
-        if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
+        ranks_per_host = next(iter(counts.values()))
+        if len(counts) == 1 or ranks_per_host == 1 or len(set(counts.values())) > 1:
             has_own = device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config()
             with restrict_gloo(is_one_host=len(counts) == 1):
                 group = dist.new_group(timeout=timeout) if has_own else dist.group.WORLD
@@ -76,7 +76,7 @@ class Levels(NamedTuple):
                 betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
-        return cls(insides[own], betweens[index], num_inside, index, device)
+        return cls(insides[own], betweens[index], ranks_per_host, index, device)
 
     def shares(self, sizes: Sequence[int]) -> list[range]:
         """Divides tensors into contiguous shares of about the same size, one for each rank of a host.
@@ -88,33 +88,33 @@ class Levels(NamedTuple):
             Indices of the tensors in each share, in the order of the ranks.
         """
         shares, end, total, begun = [], 0, sum(sizes), 0
-        for index in range(self.num_inside):
-            begin, limit = end, total * (index + 1) / self.num_inside
-            while end < len(sizes) and (begun + sizes[end] / 2 <= limit or index == self.num_inside - 1):
+        for index in range(self.ranks_per_host):
+            begin, limit = end, total * (index + 1) / self.ranks_per_host
+            while end < len(sizes) and (begun + sizes[end] / 2 <= limit or index == self.ranks_per_host - 1):
                 begun += sizes[end]
                 end += 1
             shares.append(range(begin, end))
         return shares
 
-    def exchange(self, pieces: Sequence[Tensor], between: Callable[[], None]) -> None:
+    def exchange(self, pieces: Sequence[Tensor], exchange_inter_host: Callable[[], None]) -> None:
         """Sums pieces in place over all ranks.
 
         Args:
             pieces: Pieces of the ranks of a host, in the order of the ranks; one piece with a single level.
-            between: Callable that sums this rank's piece over :attr:`between`.
+            exchange_inter_host: Callable that sums this rank's piece over :attr:`inter_host`.
         """
-        if self.inside is None:
-            between()
+        if self.intra_host is None:
+            exchange_inter_host()
             return
-        ranks = dist.get_process_group_ranks(self.inside)
+        ranks = dist.get_process_group_ranks(self.intra_host)
         for rank, piece in zip(ranks, pieces, strict=True):
             if piece.numel():
-                dist.reduce(piece, rank, group=self.inside)
-        if pieces[self.index_inside].numel():
-            between()
+                dist.reduce(piece, rank, group=self.intra_host)
+        if pieces[self.local_index].numel():
+            exchange_inter_host()
         for rank, piece in zip(ranks, pieces, strict=True):
             if piece.numel():
-                dist.broadcast(piece, rank, group=self.inside)
+                dist.broadcast(piece, rank, group=self.intra_host)
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
         """Sums tensors in place over all ranks, without compression; tensors of one dtype in one exchange."""
@@ -134,7 +134,7 @@ class Levels(NamedTuple):
         Args:
             model: Model in DDP.
         """
-        if self.device.type == "cpu" or self.inside is None:
+        if self.device.type == "cpu" or self.intra_host is None:
             return False
         return model.find_unused_parameters or any(
             isinstance(module, SyncBatchNorm) or getattr(module, "sparse", False) for module in model.modules()
@@ -142,15 +142,15 @@ class Levels(NamedTuple):
 
     def close(self) -> None:
         """Leaves the groups."""
-        for group in (self.inside, self.between):
+        for group in (self.intra_host, self.inter_host):
             if group is not None and group is not dist.group.WORLD:
-                process_group.leave(group)
+                process_group.leave_subgroup(group)
 
     def _sum(self, flat: Tensor) -> None:
-        pieces = list(flat.tensor_split(self.num_inside))
-        own = pieces[self.index_inside]
+        pieces = list(flat.tensor_split(self.ranks_per_host))
+        own = pieces[self.local_index]
 
         def between() -> None:
-            dist.all_reduce(own, group=self.between)
+            dist.all_reduce(own, group=self.inter_host)
 
         self.exchange(pieces, between)

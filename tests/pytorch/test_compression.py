@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import Compression, DDPStrategy, DiLoCo, LocalSGD, PowerSGD, RankFailedError, TopK
-from lightning_strategies_ext.torch_distributed.compression import levels
+from lightning_strategies_ext.torch_distributed.compression import host_groups
 from tests.support.models import (
     LOADS_EVERYTHING,
     MLP,
@@ -176,7 +176,7 @@ def test_models_apart_are_those_of_one_process(compression: Compression, outer: 
 
 
 def train_mlp(compression: Compression, per_host: int, decay: float | None = None) -> dict:
-    levels.host_identity = lambda: f"host {int(os.environ['LOCAL_RANK']) // per_host}"
+    host_groups.host_identity = lambda: f"host {int(os.environ['LOCAL_RANK']) // per_host}"
     size = {"devices": 2 * per_host, "max_epochs": 2 * per_host}
     callbacks = [] if decay is None else [EMAWeightAveraging(decay=decay)]
     return train(seeded(MLP), compression, limit_val_batches=0, callbacks=callbacks, **size)

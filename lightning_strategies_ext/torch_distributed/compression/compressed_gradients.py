@@ -12,19 +12,19 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext.torch_distributed.compression.in_order import InOrder
-from lightning_strategies_ext.torch_distributed.compression.levels import Levels
-from lightning_strategies_ext.torch_distributed.compression.options import (
+from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Compression,
     Float16,
     PowerSGD,
     TopK,
 )
+from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
+from lightning_strategies_ext.torch_distributed.compression.ordered_executor import OrderedExecutor
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
-from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for_its_hook
+from lightning_strategies_ext.torch_distributed.gradient_exchange import all_reduce_async, weak_model_for_hook
 
 #: Number of elements that are cast at once.
 _CAST_AT_ONCE = 1 << 20
@@ -79,7 +79,7 @@ class CastCodec:
 
 
 class CompressedGradients:
-    """Exchange of one model's gradients; implements :class:`.exchange.CompressedExchange`.
+    """Exchange of one model's gradients; implements :class:`.compressed_exchange.CompressedExchange`.
 
     Args:
         model: Model in DDP, on all ranks of the default group.
@@ -90,13 +90,13 @@ class CompressedGradients:
     def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
         self._world_size = dist.get_world_size()
         self._scale = 1.0 / self._world_size
-        self._model = for_its_hook(model)
+        self._model = weak_model_for_hook(model)
         self._group = model.process_group
-        self._levels = Levels.of_all_ranks(model.device, timeout)
-        self._must_wait = self._levels.must_take_turns(model)
-        self._in_order = InOrder(model.device)
+        self._host_groups = HostGroups.create(model.device, timeout)
+        self._must_wait = self._host_groups.must_take_turns(model)
+        self._executor = OrderedExecutor(model.device)
         self._parameters: dict[str, Tensor] = {}  # all parameters that were trained so far, by name
-        self.follow()
+        self.on_ddp_rebuilt()
         self._residuals = Residuals()
         self._warmup_steps = getattr(compression, "warmup_steps", 0)
         self._num_steps = 0
@@ -104,7 +104,7 @@ class CompressedGradients:
         self._codec: Codec
         self._cast: torch.dtype | None = None
         if isinstance(compression, PowerSGD):
-            self._codec = PowerSGDCodec(compression.rank, self._residuals, self._levels.num_inside)
+            self._codec = PowerSGDCodec(compression.rank, self._residuals, self._host_groups.ranks_per_host)
         elif isinstance(compression, TopK):
             self._codec = TopKCodec(compression.fraction, self._residuals)
         else:
@@ -118,14 +118,14 @@ class CompressedGradients:
         self._num_steps += bucket.is_last()
         if is_warming_up or flat.is_sparse:
             self.num_bytes += (flat._values() if flat.is_sparse else flat).nbytes
-            summed = all_reduced(flat.mul_(self._scale), self._group)
+            summed = all_reduce_async(flat.mul_(self._scale), self._group)
             if self._must_wait:
                 summed.wait()
             return summed
-        if self._cast is not None and self._levels.inside is None:
+        if self._cast is not None and self._host_groups.intra_host is None:
             self.num_bytes += flat.numel() * self._cast.itemsize
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
-        future = self._in_order.submit(lambda: self._sum(parameters, flat), flat)
+        future = self._executor.submit(lambda: self._sum(parameters, flat), flat)
         if self._must_wait:
             future.wait()  # only the stream waits, not this thread
         return future
@@ -134,7 +134,7 @@ class CompressedGradients:
         """Sums gradients in a smaller dtype. On CPUs, one piece is cast while another piece is sent."""
 
         def begin(piece: Tensor) -> Future[Tensor]:
-            summed = all_reduced(piece.to(dtype), self._levels.between)
+            summed = all_reduce_async(piece.to(dtype), self._host_groups.inter_host)
             return summed.then(lambda cast: piece.copy_(cast.value()))
 
         if flat.is_cuda:
@@ -143,23 +143,23 @@ class CompressedGradients:
         return torch.futures.collect_all(begun).then(lambda pieces: _all_of(pieces.value(), flat))
 
     def _sum(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
-        levels = self._levels
+        groups = self._host_groups
         sizes = [parameter.numel() for parameter in parameters]
-        shares = levels.shares(sizes)
+        shares = groups.shares(sizes)
         pieces = flat.split([sum(sizes[share.start : share.stop]) for share in shares])
         parts = [parameters[share.start : share.stop] for share in shares]
         for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
-            if index != levels.index_inside:
-                self._residuals.hand_over(part, piece, self._world_size)
-        own = pieces[levels.index_inside]
+            if index != groups.local_index:
+                self._residuals.add_to_gradients(part, piece, self._world_size)
+        own = pieces[groups.local_index]
 
         def between() -> None:
             wide = own.to(torch.promote_types(own.dtype, torch.float32))
-            self.num_bytes += self._codec.sum(parts[levels.index_inside], wide, self._scale, levels.between)
+            self.num_bytes += self._codec.sum(parts[groups.local_index], wide, self._scale, groups.inter_host)
             if wide is not own:
                 own.copy_(wide)
 
-        levels.exchange(pieces, between)
+        groups.exchange(pieces, between)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Does nothing: the exchange needs no optimizers."""
@@ -167,11 +167,11 @@ class CompressedGradients:
     def after_step(self, optimizer: Optimizer) -> None:
         """Does nothing: the exchange needs no optimizers."""
 
-    def follow(self) -> None:
+    def on_ddp_rebuilt(self) -> None:
         """Adds the gradients of newly trained parameters; the residuals of other parameters are kept."""
         self._parameters |= {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
 
-    def bring_models_together(self, averages: Iterable[Module]) -> None:
+    def average_models(self, averages: Iterable[Module]) -> None:
         """Does nothing: the models never differ."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +182,9 @@ class CompressedGradients:
         if isinstance(self._codec, CastCodec):
             return {}
         names = {parameter: name for name, parameter in self._parameters.items()}
-        totals = self._residuals.take_together(list(self._parameters.values()), self._levels.sum_all, self._world_size)
+        totals = self._residuals.gather_totals(
+            list(self._parameters.values()), self._host_groups.sum_all, self._world_size
+        )
         return {
             "num_steps": self._num_steps,
             "residuals": dict(zip(self._parameters, totals, strict=True)),
@@ -196,13 +198,13 @@ class CompressedGradients:
         self._num_steps = state["num_steps"]
         for name, total in state["residuals"].items():
             if name in self._parameters:
-                self._residuals.put(self._parameters[name], total, self._world_size)
+                self._residuals.distribute(self._parameters[name], total, self._world_size)
         self._codec.load_state_dict(state["codec"], self._parameters)
 
     def close(self) -> None:
         """Leaves the process groups of the exchange. A second call is a no-op."""
-        self._in_order.close()
-        self._levels.close()
+        self._executor.close()
+        self._host_groups.close()
 
 
 def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:

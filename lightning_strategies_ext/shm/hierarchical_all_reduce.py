@@ -8,42 +8,42 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_strategies_ext.shm import collectives
-from lightning_strategies_ext.shm.calls import Kind, number_of
-from lightning_strategies_ext.shm.native import CompiledAllReduce
+from lightning_strategies_ext.shm import algorithms
+from lightning_strategies_ext.shm.native import NativeAllReduce
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
+from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
-from lightning_strategies_ext.shm.work import Exchange
+from lightning_strategies_ext.shm.work import Waitable
 
 #: Size of one inter-host transfer, in bytes; meanwhile, hosts broadcast the previous piece and reduce the next piece.
 _PIECE_NUM_BYTES: Final = 2**23
 
 
-class AllReduceAcrossHosts:
+class HierarchicalAllReduce:
     """Runs the all-reduces of one rank.
 
     Args:
         rounds: Rounds of the ranks of this host.
-        compiled: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
+        native: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
         leaders: gloo group of the first rank of each host; None if this rank is not one of them.
     """
 
-    def __init__(self, rounds: Rounds, compiled: CompiledAllReduce | None, leaders: Any) -> None:
+    def __init__(self, rounds: Rounds, native: NativeAllReduce | None, leaders: Any) -> None:
         self._rounds = rounds
-        self._compiled = compiled
+        self._native = native
         self._leaders = leaders
-        self._between: Any = None
+        self._inter_host: Any = None
         #: Object that waits for ranks of this host: the rounds or, during its operations, the native all-reduce.
-        self._inside: Exchange = rounds
-        self._waits_between = False
+        self._intra_host: Waitable = rounds
+        self._waits_inter_host = False
 
     @property
     def spin_s(self) -> float:
         """Time for which the caller polls before it sleeps, in seconds."""
-        return SPIN_S if self._waits_between else self._inside.spin_s
+        return SPIN_S if self._waits_inter_host else self._intra_host.spin_s
 
-    def go_through(
+    def run(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
     ) -> Generator[None, None, None]:
         """Reduces tensors in place, one after the other; yields whenever other ranks are not ready yet.
@@ -60,16 +60,16 @@ class AllReduceAcrossHosts:
         for flat, reduction in zip(flats, reductions, strict=True):
             undivided = reduction.undivided()
             for piece in flat.split(max(1, _PIECE_NUM_BYTES // flat.element_size())):
-                yield from self._reduce_inside(piece, undivided, deadline)
-                yield from self._finish_between()
+                yield from self._reduce_intra_host(piece, undivided, deadline)
+                yield from self._finish_inter_host()
                 if self._leaders is not None:
-                    self._begin_between(piece, undivided, deadline)
+                    self._start_inter_host(piece, undivided, deadline)
                 if before is not None:  # during the inter-host transfer of this piece
-                    yield from self._spread_inside(before, deadline)
+                    yield from self._broadcast_intra_host(before, deadline)
                 before = piece
-        yield from self._finish_between()
+        yield from self._finish_inter_host()
         if before is not None:
-            yield from self._spread_inside(before, deadline)
+            yield from self._broadcast_intra_host(before, deadline)
         for flat, reduction in zip(flats, reductions, strict=True):
             reduction.divide(flat)
 
@@ -80,52 +80,52 @@ class AllReduceAcrossHosts:
             PeerLostError: If an awaited rank of this host has exited or left the group.
             TimeoutError: If no data has arrived before the deadline.
         """
-        if not self._waits_between:
-            self._inside.wait(deadline)
+        if not self._waits_inter_host:
+            self._intra_host.wait(deadline)
             return
         try:
-            self._between.wait(_left_until(deadline))
+            self._inter_host.wait(_left_until(deadline))
         except RuntimeError:
-            if not self._between.is_completed():
+            if not self._inter_host.is_completed():
                 raise TimeoutError("no data arrived from other hosts") from None
 
-    def _reduce_inside(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
-        if self._compiled is not None and self._compiled.does(piece, reduction.op):
-            self._inside = self._compiled
-            yield from self._compiled.go_through([self._compiled.call_for(piece, reduction.op)])
-            self._inside = self._rounds
+    def _reduce_intra_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
+        if self._native is not None and self._native.supports(piece, reduction.op):
+            self._intra_host = self._native
+            yield from self._native.run([self._native.prepare(piece, reduction.op)])
+            self._intra_host = self._rounds
         elif self._rounds.size > 1:
-            steps, lookahead = collectives.reduce(self._rounds, piece, 0, reduction)
-            number = number_of(Kind.REDUCE, [piece], reduction.op)
-            yield from self._rounds.go_through(number, steps, lookahead, deadline)
+            steps, lookahead = algorithms.reduce(self._rounds, piece, 0, reduction)
+            number = operation_id(CollectiveKind.REDUCE, [piece], reduction.op)
+            yield from self._rounds.run(number, steps, lookahead, deadline)
 
-    def _spread_inside(self, piece: Tensor, deadline: float) -> Generator[None, None, None]:
+    def _broadcast_intra_host(self, piece: Tensor, deadline: float) -> Generator[None, None, None]:
         if self._rounds.size > 1:
-            steps, lookahead = collectives.broadcast(self._rounds, piece, 0)
-            yield from self._rounds.go_through(number_of(Kind.BROADCAST, [piece]), steps, lookahead, deadline)
+            steps, lookahead = algorithms.broadcast(self._rounds, piece, 0)
+            yield from self._rounds.run(operation_id(CollectiveKind.BROADCAST, [piece]), steps, lookahead, deadline)
 
-    def _begin_between(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
+    def _start_inter_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
         if is_short(piece.nbytes, self._leaders.size()):
-            self._between = OneShotAllReduce(self._leaders, piece, reduction, _left_until(deadline))
+            self._inter_host = OneShotAllReduce(self._leaders, piece, reduction, _left_until(deadline))
             return
         options = dist.AllreduceOptions()
         options.reduceOp = reduction.op
         options.timeout = _left_until(deadline)
-        self._between = self._leaders.allreduce([piece], options)
+        self._inter_host = self._leaders.allreduce([piece], options)
 
-    def _finish_between(self) -> Generator[None, None, None]:
-        if self._between is None:
+    def _finish_inter_host(self) -> Generator[None, None, None]:
+        if self._inter_host is None:
             return
-        self._waits_between = True
+        self._waits_inter_host = True
         try:
-            while not self._between.is_completed():
+            while not self._inter_host.is_completed():
                 yield
         finally:
-            self._waits_between = False
-        between, self._between = self._between, None
-        between.wait()  # raises if it has failed
-        if isinstance(between, OneShotAllReduce):
-            between.combine()
+            self._waits_inter_host = False
+        work, self._inter_host = self._inter_host, None
+        work.wait()  # raises if it has failed
+        if isinstance(work, OneShotAllReduce):
+            work.combine()
 
 
 def _left_until(deadline: float) -> timedelta:

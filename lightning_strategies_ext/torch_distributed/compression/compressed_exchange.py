@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_strategies_ext.torch_distributed.compression.gradients import CompressedGradients
-from lightning_strategies_ext.torch_distributed.compression.models import LocalModels
-from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Compression, Float16, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.compressed_gradients import CompressedGradients
+from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Compression, Float16, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.local_sgd import LocalSGDExchange
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 
 
@@ -37,10 +37,10 @@ class CompressedExchange(Protocol):
     def after_step(self, optimizer: Optimizer) -> None:
         """Updates the exchange after a step of an optimizer."""
 
-    def follow(self) -> None:
+    def on_ddp_rebuilt(self) -> None:
         """Continues with other trainable parameters, after DDP was initialized again; the models are equal then."""
 
-    def bring_models_together(self, averages: Iterable[Module]) -> None:
+    def average_models(self, averages: Iterable[Module]) -> None:
         """Averages the models of all ranks, and their averages, if they differ. Collective: all ranks call it.
 
         Args:
@@ -57,7 +57,7 @@ class CompressedExchange(Protocol):
         """Leaves the process groups of the exchange. A second call is a no-op."""
 
 
-def begin(
+def create_exchange(
     compression: Compression, model: DistributedDataParallel, timeout: timedelta | None = None
 ) -> CompressedExchange | None:
     """Creates the exchange of a model. Collective: all ranks of the default group call it.
@@ -71,7 +71,7 @@ def begin(
         The exchange; None for gradients of a single rank.
     """
     if isinstance(compression, LocalSGD):
-        return LocalModels(model, compression, timeout)
+        return LocalSGDExchange(model, compression, timeout)
     return CompressedGradients(model, compression, timeout) if dist.get_world_size() > 1 else None
 
 
@@ -102,7 +102,7 @@ class CompressionFeature(Feature):
 
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
-        self._exchange = begin(self._compression, model, self._context.timeout)
+        self._exchange = create_exchange(self._compression, model, self._context.timeout)
         self._register_hook(model)
 
     @override
@@ -124,13 +124,13 @@ class CompressionFeature(Feature):
     def rewrap(self, model: DistributedDataParallel) -> None:
         self._register_hook(model)
         if self._exchange is not None:
-            self._exchange.follow()
+            self._exchange.on_ddp_rebuilt()
 
     @override
     def synchronize(self) -> None:
         """Averages the models of the ranks, and their averages in callbacks, if they differ."""
         if self._exchange is not None:
-            self._exchange.bring_models_together(self._context.averages_of_model())
+            self._exchange.average_models(self._context.averages_of_model())
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """Collectives that consist of rounds."""
 
     ALL_REDUCE = auto()
@@ -23,17 +23,17 @@ class Kind(IntEnum):
 
 
 #: Kinds whose number includes a root.
-_ROOTED: Final = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
+_ROOTED: Final = (CollectiveKind.REDUCE, CollectiveKind.BROADCAST, CollectiveKind.GATHER, CollectiveKind.SCATTER)
 #: In orders that are equal on all ranks, because all ranks have the same torch. Number 0 means none.
 _DTYPES: Final = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _OPS: Final = sorted(ReduceOp.RedOpType.__members__)
 _OP_NUMBERS: Final = {name: number for number, name in enumerate(_OPS, start=1)}
 #: Numbers of kinds, reductions, dtypes, and roots that an operation number of 32 bits distinguishes.
-_MOST_KINDS, _MOST_OPS, _MOST_DTYPES, _MOST_ROOTS = 16, 16, 256, 65536
+_MAX_KINDS, _MAX_OPS, _MAX_DTYPES, _MAX_ROOTS = 16, 16, 256, 65536
 
 
-def number_of(kind: Kind, tensors: Sequence[Tensor], op: Any = None, root: int = 0) -> int:
+def operation_id(kind: CollectiveKind, tensors: Sequence[Tensor], op: Any = None, root: int = 0) -> int:
     """Returns the number of an operation.
 
     Args:
@@ -44,15 +44,15 @@ def number_of(kind: Kind, tensors: Sequence[Tensor], op: Any = None, root: int =
     """
     dtype_number = _DTYPE_NUMBERS[tensors[0].dtype] if tensors else 0
     op_number = 0 if op is None else _OP_NUMBERS[op.name]
-    return kind + _MOST_KINDS * (op_number + _MOST_OPS * (dtype_number + _MOST_DTYPES * (root % _MOST_ROOTS)))
+    return kind + _MAX_KINDS * (op_number + _MAX_OPS * (dtype_number + _MAX_DTYPES * (root % _MAX_ROOTS)))
 
 
-def described(number: int) -> str:
+def describe_operation(number: int) -> str:
     """Returns a description of an operation number, for messages."""
-    rest, kind = divmod(number, _MOST_KINDS)
-    rest, op = divmod(rest, _MOST_OPS)
-    root, dtype = divmod(rest, _MOST_DTYPES)
-    words = [Kind(kind).name.lower()]
+    rest, kind = divmod(number, _MAX_KINDS)
+    rest, op = divmod(rest, _MAX_OPS)
+    root, dtype = divmod(rest, _MAX_DTYPES)
+    words = [CollectiveKind(kind).name.lower()]
     if dtype:
         words.append(f"of {_DTYPES[dtype - 1]}")
     if op:

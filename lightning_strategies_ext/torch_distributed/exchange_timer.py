@@ -19,7 +19,7 @@ import threading
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm import call_times
+from lightning_strategies_ext.shm import blocking_times
 from lightning_strategies_ext.torch_distributed.bucket_search import gradient_bytes
 from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
@@ -27,7 +27,7 @@ from lightning_strategies_ext.torch_distributed.distributed_model import Distrib
 _NEVER = 1 << 30
 
 
-class DDPTimes:
+class DDPExchangeTimer:
     """Times of a model in DDP; implements :class:`lightning_strategies_ext.monitoring.step_recorder.ExchangeTimer`.
 
     Args:
@@ -60,7 +60,7 @@ class DDPTimes:
         """Starts or stops recording times, from the next step on."""
         # A private name of torch since 1.8, as is its logger (read in torch 2.5 to 2.13).
         self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
-        call_times.take(is_on)
+        blocking_times.set_recording(is_on)
         if self._direct is not None:
             self._direct.takes_times = is_on
 
@@ -85,7 +85,7 @@ class DDPTimes:
         if logger is None:
             return None
         logger.set_runtime_stats_and_log()  # the next forward pass would do this
-        calls = call_times.taken()
+        calls = blocking_times.drain()
         numbers = logger._get_ddp_logging_data().ints_map
         iteration, begin = numbers.get("iteration", 0), numbers.get("backward_comm_time_start", 0)
         if iteration == self._iteration or begin <= 0:

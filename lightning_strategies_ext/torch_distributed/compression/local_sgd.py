@@ -15,13 +15,13 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext.torch_distributed.compression.levels import Levels
-from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD
-from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for_its_hook
+from lightning_strategies_ext.torch_distributed.compression.config import DiLoCo, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
+from lightning_strategies_ext.torch_distributed.gradient_exchange import all_reduce_async, weak_model_for_hook
 
 
-class LocalModels:
-    """Exchange of models in place of their gradients; implements :class:`.exchange.CompressedExchange`.
+class LocalSGDExchange:
+    """Exchange of models in place of their gradients; implements :class:`.compressed_exchange.CompressedExchange`.
 
     Args:
         model: Model in DDP, on all ranks of the default group.
@@ -30,16 +30,18 @@ class LocalModels:
     """
 
     def __init__(self, model: DistributedDataParallel, options: LocalSGD, timeout: timedelta | None) -> None:
-        self._model = for_its_hook(model)
+        self._model = weak_model_for_hook(model)
         self._options = options
         self._world_size = dist.get_world_size()
-        self._levels = Levels.of_all_ranks(model.device, timeout)
-        self._must_wait = self._levels.must_take_turns(model)
-        self._outer = _OuterSteps(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
+        self._host_groups = HostGroups.create(model.device, timeout)
+        self._must_wait = self._host_groups.must_take_turns(model)
+        self._outer_optimizer = (
+            _OuterOptimizer(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
+        )
         self._optimizers: list[Optimizer] = []
         self._num_steps: list[int] = []
-        self._is_apart = False  # whether ranks take independent steps
-        self._num_apart: list[int] = []  # steps of each optimizer since then
+        self._has_diverged = False  # whether ranks take independent steps
+        self._num_local_steps: list[int] = []  # steps of each optimizer since then
         self.num_bytes = 0
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -49,22 +51,22 @@ class LocalModels:
             ValueError: If an optimizer distributes its own work.
         """
         self._optimizers = list(optimizers)
-        self._num_steps, self._num_apart = [0] * len(self._optimizers), [0] * len(self._optimizers)
+        self._num_steps, self._num_local_steps = [0] * len(self._optimizers), [0] * len(self._optimizers)
         for optimizer in self._optimizers:
-            check_is_plain(optimizer, f"compression={self._options.name!r}")
-        self._part_if_due()
+            check_is_not_sharded(optimizer, f"compression={self._options.name!r}")
+        self._start_local_steps_if_due()
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Averages a bucket over the ranks whose models stay equal; for ``register_comm_hook``."""
         flat = bucket.buffer()
-        group = self._levels.inside if self._is_apart else self._model.process_group
+        group = self._host_groups.intra_host if self._has_diverged else self._model.process_group
         if group is None:
             future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
             future.set_result(flat)
             return future
-        self.num_bytes += 0 if self._is_apart else flat.nbytes
+        self.num_bytes += 0 if self._has_diverged else flat.nbytes
         flat.mul_(1.0 / group.size())
-        future = all_reduced(flat, group)
+        future = all_reduce_async(flat, group)
         if self._must_wait:
             future.wait()  # only the stream waits, not this thread
         return future
@@ -75,22 +77,22 @@ class LocalModels:
         if index is None:
             return
         self._num_steps[index] += 1
-        if not self._is_apart:
-            self._part_if_due()
+        if not self._has_diverged:
+            self._start_local_steps_if_due()
             return
-        self._num_apart[index] += 1
-        if self._num_apart[index] % self._options.period == 0:
+        self._num_local_steps[index] += 1
+        if self._num_local_steps[index] % self._options.period == 0:
             parameters = list(_trained_by([optimizer]))
             self._average([*parameters, *self._buffers()])
-            if self._outer is not None:
-                self._outer.step(parameters)
+            if self._outer_optimizer is not None:
+                self._outer_optimizer.step(parameters)
 
-    def follow(self) -> None:
+    def on_ddp_rebuilt(self) -> None:
         """Includes newly trained parameters; parameters that are no longer trained were averaged before."""
-        if self._is_apart:
-            self._part()
+        if self._has_diverged:
+            self._start_local_steps()
 
-    def bring_models_together(self, averages: Iterable[Module]) -> None:
+    def average_models(self, averages: Iterable[Module]) -> None:
         """Averages the models of all ranks, and their averages of models. Collective: all ranks call it.
 
         Only tensors that differ are exchanged. Any tensor may differ: a callback may have put an average into the
@@ -110,36 +112,36 @@ class LocalModels:
         names = {each: name for name, each in self._model.module.named_parameters()}
         return {
             "num_steps": list(self._num_steps),
-            "num_apart": list(self._num_apart),
-            "is_apart": self._is_apart,
-            "outer": {} if self._outer is None else self._outer.state_dict(names),
+            "num_apart": list(self._num_local_steps),
+            "is_apart": self._has_diverged,
+            "outer": {} if self._outer_optimizer is None else self._outer_optimizer.state_dict(names),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
         if len(state.get("num_apart", ())) != len(self._optimizers):  # the state of a run with another compression
             return
-        self._num_steps, self._num_apart = list(state["num_steps"]), list(state["num_apart"])
+        self._num_steps, self._num_local_steps = list(state["num_steps"]), list(state["num_apart"])
         if state["is_apart"]:
-            self._part()
-        if self._outer is not None and state["outer"]:
-            self._outer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
+            self._start_local_steps()
+        if self._outer_optimizer is not None and state["outer"]:
+            self._outer_optimizer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
 
     def close(self) -> None:
         """Leaves the process groups of the exchange. A second call is a no-op."""
-        self._levels.close()
+        self._host_groups.close()
 
-    def _part_if_due(self) -> None:
+    def _start_local_steps_if_due(self) -> None:
         if min(self._num_steps, default=0) >= self._options.warmup_steps:
-            self._part()
+            self._start_local_steps()
 
-    def _part(self) -> None:
-        self._is_apart = True
+    def _start_local_steps(self) -> None:
+        self._has_diverged = True
         self._model.broadcast_buffers = False  # else DDP broadcasts rank 0's in each forward pass
-        if self._outer is not None:
+        if self._outer_optimizer is not None:
             # Parameters of the module may be added to an optimizer later.
             of_module = [each for each in self._model.module.parameters() if each.requires_grad]
-            self._outer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
+            self._outer_optimizer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
 
     def _tensors_to_average(self, module: Module) -> dict[str, Tensor]:
         ignored, found = self._model.parameters_to_ignore, {}
@@ -156,12 +158,14 @@ class LocalModels:
             name: (tuple(each.shape), str(each.dtype), hashlib.blake2b(_bytes_of(each), digest_size=16).digest())
             for name, each in tensors.items()
         }
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, own)
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, own)
         of_all = [
-            name for name in told[0] if all(name in other and other[name][:2] == told[0][name][:2] for other in told)
+            name
+            for name in gathered[0]
+            if all(name in other and other[name][:2] == gathered[0][name][:2] for other in gathered)
         ]
-        return [tensors[name] for name in of_all if any(other[name] != told[0][name] for other in told)]
+        return [tensors[name] for name in of_all if any(other[name] != gathered[0][name] for other in gathered)]
 
     def _buffers(self) -> list[Tensor]:
         ignored = self._model.parameters_to_ignore
@@ -177,19 +181,19 @@ class LocalModels:
             for name, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, list(own))
-        return [value for key, value in own.items() if all(key in keys for keys in told)]
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, list(own))
+        return [value for key, value in own.items() if all(key in keys for keys in gathered)]
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors) // self._levels.num_inside
-        self._levels.sum_all(tensors)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors) // self._host_groups.ranks_per_host
+        self._host_groups.sum_all(tensors)
         for tensor in tensors:
             tensor.div_(self._world_size)
 
 
-class _OuterSteps:
+class _OuterOptimizer:
     """Outer steps of all ranks together, from the last common model along the mean change of the ranks' models.
 
     Args:
@@ -234,12 +238,12 @@ class _OuterSteps:
                     own[parameters[name]] = value.to(parameters[name].device, copy=True)
 
 
-def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
+def check_is_not_sharded(optimizer: Optimizer, argument: str) -> None:
     """Checks that an optimizer does not undo an averaging of models.
 
     Args:
         optimizer: A torch optimizer.
-        asked_for: Argument that requests the averaging, with its value.
+        argument: Argument that requests the averaging, with its value.
 
     Raises:
         ValueError: If the optimizer distributes its own work.
@@ -250,8 +254,8 @@ def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
     kinds = ("PostLocalSGDOptimizer", "ZeroRedundancyOptimizer")
     if any(isinstance(optimizer, getattr(module, name, ())) for name in kinds):
         raise ValueError(
-            f"`{asked_for}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use"
-            f" another optimizer, or omit `{asked_for}`."
+            f"`{argument}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use"
+            f" another optimizer, or omit `{argument}`."
         )
 
 

@@ -19,7 +19,9 @@ _OPTIONS: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _SETTINGS: Final = (ReduceOp, ReduceOp.RedOpType, timedelta, int)
 
 
-def or_in_short(make_options: Callable[[], Any], tensors: Sequence[str], settings: Sequence[str]) -> Callable[..., Any]:
+def accept_single_tensor(
+    make_options: Callable[[], Any], tensors: Sequence[str], settings: Sequence[str]
+) -> Callable[..., Any]:
     """Makes a collective accept its short form, too.
 
     Args:

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from lightning_strategies_ext.shm.reduction import Reduction
-from lightning_strategies_ext.shm.rounds import LOOKAHEAD, Rounds, Step
+from lightning_strategies_ext.shm.rounds import LOOKAHEAD, Round, Rounds
 
 #: Minimum size of a share in bytes; smaller shares are not worth a second round.
 _MIN_SHARE_NUM_BYTES: Final = 16 * 1024
 
-Plan = tuple[Sequence[Step], int]
+Plan = tuple[Sequence[Round], int]
 
 
-def joined(plans: Sequence[Plan]) -> Plan:
+def concatenate_plans(plans: Sequence[Plan]) -> Plan:
     """Returns one plan that executes several plans one after the other."""
     if len(plans) == 1:
         return plans[0]
@@ -59,7 +59,7 @@ def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
                 piece.copy_(views[root])
 
         num_bytes = [piece.numel() if rank == root else 0 for rank in range(rounds.size)]
-        steps.append(Step(num_bytes, _copying(piece), read))
+        steps.append(Round(num_bytes, _copying(piece), read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
@@ -81,7 +81,7 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
             for rank, into in enumerate(pieces):
                 into[index].copy_(piece if rank == rounds.rank else views[rank])
 
-        steps.append(Step([piece.numel()] * rounds.size, _copying(piece), read))
+        steps.append(Round([piece.numel()] * rounds.size, _copying(piece), read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
@@ -101,7 +101,7 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
                 piece.copy_(views[root].narrow(0, rounds.rank * piece.numel(), piece.numel()))
 
         num_bytes = [length * rounds.size if rank == root else 0 for rank in range(rounds.size)]
-        steps.append(Step(num_bytes, _laying_out([part[index] for part in parts]), read))
+        steps.append(Round(num_bytes, _laying_out([part[index] for part in parts]), read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
@@ -119,13 +119,13 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
             reduction(theirs, into)
 
         publish = _laying_out([_bytes_of(part[index]) for part in parts])
-        steps.append(Step([into.nbytes * rounds.size] * rounds.size, publish, read))
+        steps.append(Round([into.nbytes * rounds.size] * rounds.size, publish, read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
 def barrier(rounds: Rounds) -> Plan:
     """Plans a round without data, which no rank finishes before all ranks have started it."""
-    return [Step([0] * rounds.size, _copying(torch.empty(0)), lambda views: None)], LOOKAHEAD
+    return [Round([0] * rounds.size, _copying(torch.empty(0)), lambda views: None)], LOOKAHEAD
 
 
 def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reader: bool) -> Plan:
@@ -138,7 +138,7 @@ def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reade
                 parts[rounds.rank] = piece
                 reduction(parts, piece)
 
-        steps.append(Step([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), read))
+        steps.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
@@ -158,8 +158,8 @@ def _all_reduce_by_shares(rounds: Rounds, tensor: Tensor, reduction: Reduction) 
                 if rank != rounds.rank:
                     share.copy_(views[rank].view(share.dtype))
 
-        scatters.append(Step([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), reduce_own))
-        gathers.append(Step([share.nbytes for share in shares], _copying(_bytes_of(own)), copy_others))
+        scatters.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), reduce_own))
+        gathers.append(Round([share.nbytes for share in shares], _copying(_bytes_of(own)), copy_others))
     if len(scatters) == 1:
         return [scatters[0], gathers[0]], 1
     # With a lookahead of two rounds, a share is published at least two rounds after the round that reads its piece.

@@ -151,24 +151,24 @@ _BY_NAME: dict[str, type[Compression]] = {
 assert tuple(_BY_NAME) == get_args(CompressionName)
 
 
-def compression_of(asked_for: "CompressionName | Compression | None") -> Compression | None:
+def resolve_compression(value: "CompressionName | Compression | None") -> Compression | None:
     """Returns the compression that an argument specifies.
 
     Raises:
         TypeError: If the argument is neither a name nor a compression.
         ValueError: If no compression has this name.
     """
-    if isinstance(asked_for, str):
-        if asked_for not in _BY_NAME:
+    if isinstance(value, str):
+        if value not in _BY_NAME:
             known = ", ".join(repr(name) for name in _BY_NAME)
-            raise ValueError(f"`compression={asked_for!r}` is unknown. Use one of {known}.")
-        return _BY_NAME[asked_for]()
-    if asked_for is not None and (not isinstance(asked_for, Compression) or type(asked_for) is Compression):
+            raise ValueError(f"`compression={value!r}` is unknown. Use one of {known}.")
+        return _BY_NAME[value]()
+    if value is not None and (not isinstance(value, Compression) or type(value) is Compression):
         raise TypeError(
             f"`compression` must be a name such as 'bf16', a compression such as `PowerSGD(rank=2)`, or None, got"
-            f" {asked_for!r}."
+            f" {value!r}."
         )
-    return asked_for
+    return value
 
 
 def _check_is_number(name: str, value: object) -> None:
