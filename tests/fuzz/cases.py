@@ -145,6 +145,8 @@ def possible(case: Case) -> Case:
         changes |= {"kill": 0}
     if "branch" in has or case.optimization == "two":
         changes["static_graph"] = False  # passes use different parameters
+    if case.strategy == "horovod_ext" and case.optimization != "automatic" and has & {"batch_norm", "buffer"}:
+        changes["optimization"] = "automatic"  # DDP then broadcasts buffers in the first step only
     case = dataclasses.replace(case, **changes)
     changes = {}
     if case.kill or case.compression or case.uneven:
