@@ -28,7 +28,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method_here,
 )
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
@@ -193,14 +193,14 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
             ValueError: If no parameter of the module requires a gradient.
         """
         if self._ddp_kwargs.get("init_sync", True):
-            check_is_same(self.collectives, module, self.root_device, is_trained=True)
+            check_same_model(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         compressed = self._gradient_sync.begin_compression(model)
         self._gradient_sync.register_hook(model, compressed)
         model.exchange_directly(self._ddp_kwargs)
 
         def train_others(model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-            check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
+            check_same_model(self.collectives, model.module, self.root_device, is_trained=True)
             rewrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
             self._gradient_sync.register_hook(model, compressed)
             if isinstance(model, DistributedModel):

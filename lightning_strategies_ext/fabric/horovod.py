@@ -19,18 +19,18 @@ from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.checks import check_flag
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
-from lightning_strategies_ext.horovod.exchange import (
-    Compression,
-    ExchangeOptions,
-    GradientExchange,
+from lightning_strategies_ext.horovod.gradient_exchange import (
+    HorovodCompression,
+    HorovodExchangeOptions,
+    HorovodGradientExchange,
     check_exchanges_nothing,
 )
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
@@ -76,7 +76,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
-        compression: Compression = "none",
+        compression: HorovodCompression = "none",
         op: str = "average",
         num_groups: int | None = None,
         sparse_as_dense: bool = False,
@@ -89,7 +89,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             raise ValueError(
                 "`op='adasum'` combines the steps of optimizers, and under Fabric the loop calls them. Use the Trainer."
             )
-        self._options = ExchangeOptions(
+        self._options = HorovodExchangeOptions(
             compression,
             op,  # type: ignore[arg-type]
             num_groups,
@@ -104,7 +104,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
         cluster_environment = environment_of_child(None)
-        launch = Launch.find()
+        launch = LaunchInfo.from_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -115,7 +115,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         )
         self._num_nodes = 1
         self._broadcast_buffers = broadcast_buffers
-        self._exchanges: list[GradientExchange] = []
+        self._exchanges: list[HorovodGradientExchange] = []
         self._buffers: list[_Buffers] = []
         self._hold_back = _HoldBack()
         self._backward_sync_control = self._hold_back
@@ -148,7 +148,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         assert self.cluster_environment is not None
         check_not_interactive("`strategy='horovod_ext'`")
         environment.check_num_nodes(self._num_nodes, self.cluster_environment)
-        environment.configure(self.parallel_devices or [], self.cluster_environment)
+        environment.set_launch_size(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self)
 
     @override
@@ -161,7 +161,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         assert self.cluster_environment is not None
         super().setup_environment()
         reset_seed()
-        launch = environment.launch_of(self.cluster_environment, self.num_processes)
+        launch = environment.launch_info_from(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
         from lightning_strategies_ext.horovod.collectives import HorovodCollectives  # needs Horovod
 
@@ -169,7 +169,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         collectives = HorovodCollectives(lambda: device)  # without a reference to the strategy
         MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
-        self._end_together(self.global_rank, self.world_size, store, runtime.let_go, CollectiveProgress())
+        self._end_together(self.global_rank, self.world_size, store, runtime.abort_collectives, CollectiveProgress())
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -180,9 +180,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             ValueError: If no parameter of the module requires a gradient.
         """
         check_has_trainable_parameters(module)
-        check_is_same(self.collectives, module, self.root_device, is_trained=True)
+        check_same_model(self.collectives, module, self.root_device, is_trained=True)
         self.collectives.broadcast_module(module)
-        exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
+        exchange = HorovodGradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
         wrapped = _Wrapped(module)
         self._hold_back.exchanges[id(wrapped)] = exchange
@@ -268,7 +268,7 @@ class _Buffers:
     def __init__(
         self,
         module: Module,
-        exchange: GradientExchange,
+        exchange: HorovodGradientExchange,
         collectives: Any,
         process_set: Any,
         does_share_in_steps: bool,
@@ -312,7 +312,7 @@ class _HoldBack(strategy_parts.BackwardSyncControl):
     """Disables the gradient exchange of one module."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[int, GradientExchange] = {}
+        self.exchanges: dict[int, HorovodGradientExchange] = {}
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:

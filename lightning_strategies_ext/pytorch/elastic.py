@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_strategies_ext.collectives import LocalCollectives
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership, peers_of
@@ -104,7 +104,7 @@ class Elastic(_Base):
         exchange, model = self._exchange_of_gradients
         added = exchange.find_added(model)
         if self.reduce_boolean_decision(bool(added), all=False):
-            check_is_same(self.collectives, self.lightning_module, self.root_device, is_trained=True)
+            check_same_model(self.collectives, self.lightning_module, self.root_device, is_trained=True)
             self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
             exchange.follow_added(model)
 

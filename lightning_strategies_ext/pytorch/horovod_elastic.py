@@ -69,7 +69,7 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
                 f"`elastic=True` with `process_set={self._options.process_set}`: the ranks of a process set cannot be"
                 " kept when ranks change. Leave one of them out."
             )
-        if not elastic_driver.is_there():
+        if not elastic_driver.is_elastic_launch():
             raise UnavailableHereError(
                 "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun -np 2"
                 " --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py`, or `elastic=False`."

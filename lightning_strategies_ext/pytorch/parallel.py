@@ -259,7 +259,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """
         inputs = self._world.uneven_inputs
         if inputs is not None and self._world.local_collectives is None and inputs.handles_reduce(tensor, group):
-            return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
+            return inputs.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._answering.reduce(tensor, group, reduce_op)
 
     @override

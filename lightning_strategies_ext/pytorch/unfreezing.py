@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
@@ -50,7 +50,7 @@ class Unfreezing(_Base):
             model: Model in DDP.
             trained: Parameters that were trained before the change.
         """
-        check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
+        check_same_model(self.collectives, model.module, self.root_device, is_trained=True)
         self._gradient_sync.average_parameters(trained)
         self._wrap_again(model)
         self._gradient_sync.register_hook(model, self._compressed, share)
