@@ -163,7 +163,7 @@ $(VENV)/bin/python:
 
 # Horovod is built for the torch at hand, once, which takes minutes. The wheel is kept in the user's cache, outside
 # of the checkout; another checkout, or this one after `make clean`, installs it from there in seconds.
-$(VENV)/.installed-horovod: $(VENV)/.installed-dev lightning_strategies_ext/horovod_build/fixes.py
+$(VENV)/.installed-horovod: $(VENV)/.installed-dev lightning_strategies_ext/horovod_build/patches.py
 	$(RUN) -m lightning_strategies_ext install-horovod $(HOROVOD_OPTIONS)
 	touch $@
 

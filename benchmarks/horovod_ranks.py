@@ -34,7 +34,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.horovod_launch import BIN, start_of
 from benchmarks.ranks import collect, free_port, rank_main
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
 OURS = "horovod_ext"
 BY_HAND = "raw Horovod"
@@ -81,7 +81,7 @@ def main() -> None:
     """Runs in each rank."""
     directory = Path(sys.argv[1])
     port, function, arguments = pickle.loads((directory / "arguments").read_bytes())
-    launch = Launch.find()
+    launch = LaunchInfo.from_environment()
     assert launch is not None, "no launcher of Horovod's has started this process"
     # Else Lightning would ask mpi4py, where it is installed, for the ranks of `ddp`.
     os.environ.update(RANK=str(launch.rank), TORCHELASTIC_RUN_ID="benchmark")

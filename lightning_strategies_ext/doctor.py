@@ -136,7 +136,7 @@ def families(findings: list[Finding]) -> dict[Finding, bool]:
 def _problem(entry: dict[str, Any]) -> Exception | None:
     """Constructs the strategy as Lightning does, and returns the exception that a user would get, or None."""
     try:
-        with _silence():
+        with _suppress_output():
             entry["strategy"](**entry["init_params"])
     except Exception as error:
         return error
@@ -144,7 +144,7 @@ def _problem(entry: dict[str, Any]) -> Exception | None:
 
 
 @contextmanager
-def _silence() -> Generator[None, None, None]:
+def _suppress_output() -> Generator[None, None, None]:
     """Disables log messages of strategies that are constructed only as a test."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -176,11 +176,11 @@ def _torch() -> str:
 
 def _horovod() -> str:
     from lightning_strategies_ext.horovod_build.installed import (
-        built_for_torch,
+        built_for_torch_version,
         horovod_problem,
         marker,
+        outdated_build_warning,
         package_directory,
-        what_is_not_fixed,
     )
 
     package = package_directory("horovod")
@@ -191,15 +191,15 @@ def _horovod() -> str:
     content = marker()
     carriers = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
     has = f", with {', '.join(carriers)}" if content else ""
-    older = ", to be rebuilt" if what_is_not_fixed() else ""
-    return f"{_version_of('horovod')} for torch {built_for_torch(package)}{has}{older}"
+    older = ", to be rebuilt" if outdated_build_warning() else ""
+    return f"{_version_of('horovod')} for torch {built_for_torch_version(package)}{has}{older}"
 
 
 def _mpi() -> str:
-    from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun, tool_environment
+    from lightning_strategies_ext.horovod_build.requirements import mpirun_version_output, tool_environment
 
     try:
-        said = said_by_mpirun(tool_environment())
+        said = mpirun_version_output(tool_environment())
     except (OSError, subprocess.SubprocessError) as error:
         return f"mpirun fails: {error}"
     if said is None:
@@ -247,9 +247,9 @@ def _origin_of_ranks() -> str:
         TorchElasticEnvironment,
     )
 
-    from lightning_strategies_ext.horovod.launch import Launch
+    from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
-    if (launch := Launch.find()) is not None:
+    if (launch := LaunchInfo.from_environment()) is not None:
         return f"started by {launch.launcher}"
     # In the order in which the Trainer checks them.
     for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):

@@ -34,7 +34,7 @@ NOT_IMPORTED_BY = {
 #: Packages and modules that work without Lightning.
 WITHOUT_LIGHTNING = (
     *("shm", "collectives", "failure", "launch/processes", "launch/transport", "launch/protocol.py"),
-    *("horovod/runtime.py", "horovod/launch.py", "horovod/exchange.py", "horovod/collectives.py"),
+    *("horovod/runtime.py", "horovod/launch_info.py", "horovod/gradient_exchange.py", "horovod/collectives.py"),
     *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "_system/peers.py", "nested.py"),
     *("torch_distributed/process_group.py", "torch_distributed/compression", "torch_distributed/exchange_timer.py"),
     "monitoring",

@@ -60,9 +60,9 @@ class Collectives(ABC):
     """
 
     #: Further values of ``reduce_op`` that the engine supports.
-    more_reduce_ops: dict[str, str] = {}  # noqa: RUF012
+    extra_reduce_ops: dict[str, str] = {}  # noqa: RUF012
     #: Dtypes of tensors that the engine reduces in place.
-    native: frozenset[torch.dtype] = NATIVE
+    native_dtypes: frozenset[torch.dtype] = NATIVE
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
         self._device = device
@@ -79,22 +79,22 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
-        """Reduces a contiguous tensor of a dtype in :attr:`native` in place; ``"mean"`` of floats only."""
+        """Reduces a contiguous tensor of a dtype in :attr:`native_dtypes` in place; ``"mean"`` of floats only."""
 
     @abstractmethod
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
-        """Gathers flat tensors of a dtype in :attr:`native` into one flat tensor, in rank order."""
+        """Gathers flat tensors of a dtype in :attr:`native_dtypes` into one flat tensor, in rank order."""
 
     @abstractmethod
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
         """Overwrites tensors with those of rank ``src``; starts all broadcasts before it waits for the first."""
 
     @abstractmethod
-    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
         """Starts to sum a tensor over all ranks, in place, concurrently with other operations.
 
         Args:
-            tensor: Contiguous tensor of a dtype in :attr:`native`, of the same shape on all ranks.
+            tensor: Contiguous tensor of a dtype in :attr:`native_dtypes`, of the same shape on all ranks.
             name: Name of the operation, equal on all ranks, that distinguishes it from concurrent operations.
 
         Returns:
@@ -132,10 +132,14 @@ class Collectives(ABC):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        op = self.op_named(reduce_op)
+        op = self.normalize_op(reduce_op)
         if self.rank(group) is None:
             return tensor
-        if tensor.dtype in self.native and tensor.is_contiguous() and (tensor.is_floating_point() or op != "mean"):
+        if (
+            tensor.dtype in self.native_dtypes
+            and tensor.is_contiguous()
+            and (tensor.is_floating_point() or op != "mean")
+        ):
             self._all_reduce(tensor.detach(), op, group)
             return tensor
         return self._reduce_copy(tensor.detach(), op, group)
@@ -217,12 +221,12 @@ class Collectives(ABC):
         if self.rank() is not None:
             self._broadcast(tensors, src)
 
-    def op_named(self, reduce_op: Any) -> str:
+    def normalize_op(self, reduce_op: Any) -> str:
         """Returns the engine's name of a reduction; :meth:`reduce` describes the argument."""
         if reduce_op is None:
             return "mean"
         name = str(getattr(reduce_op, "name", reduce_op)).lower()
-        names = {**REDUCE_OPS, **self.more_reduce_ops}
+        names = {**REDUCE_OPS, **self.extra_reduce_ops}
         if name not in names:
             raise ValueError(
                 f"`reduce_op={reduce_op!r}` is unknown. Use one of {', '.join(names)}, or a ReduceOp of torch."
@@ -235,7 +239,7 @@ class Collectives(ABC):
         if tensor.is_complex():
             return self._reduce_complex(tensor, op, group)
         if tensor.is_floating_point():
-            wire = tensor.to(dtype if dtype in self.native else torch.float32, copy=True).contiguous()
+            wire = tensor.to(dtype if dtype in self.native_dtypes else torch.float32, copy=True).contiguous()
             self._all_reduce(wire, op, group)
             return wire.to(dtype)
         if op == "mean" or (op == "sum" and dtype == torch.bool):
@@ -244,7 +248,7 @@ class Collectives(ABC):
             self._all_reduce(total, "sum", group)
             return total / self.world_size(group) if op == "mean" else total
         wider = dtype
-        while wider not in self.native and wider in _WIDER:
+        while wider not in self.native_dtypes and wider in _WIDER:
             wider = _WIDER[wider]
         wire = tensor.to(wider, copy=True).contiguous()
         self._all_reduce(wire, op, group)
@@ -266,7 +270,7 @@ class Collectives(ABC):
         # An empty tensor is gathered, too: other ranks may have elements, and the operation needs all ranks.
         stacked = torch.empty((self.world_size(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         output, input_ = stacked.view(-1), tensor.contiguous().view(-1)
-        if tensor.dtype not in self.native:
+        if tensor.dtype not in self.native_dtypes:
             output, input_ = output.view(torch.uint8), input_.view(torch.uint8)
         self._all_gather(output, input_, group)
         return stacked

@@ -51,7 +51,7 @@ class LocalCollectives(Collectives):
         """Returns the decision of this rank."""
         return bool(decision)
 
-    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
         """Leaves the tensor unchanged."""
         return lambda: None
 

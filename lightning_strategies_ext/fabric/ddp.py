@@ -26,7 +26,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_here,
 )
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
@@ -185,7 +185,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             ValueError: If no parameter of the module requires a gradient.
         """
         if self._ddp_kwargs.get("init_sync", True):
-            check_is_same(self.collectives, module, self.root_device, is_trained=True)
+            check_same_model(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         context = FeatureContext(self._gradient_sync, self._ddp_kwargs, self.root_device, self.collectives)
         Features.start(context, model)

@@ -17,17 +17,17 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checks import check_flag
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
-from lightning_strategies_ext.horovod.exchange import (
-    Compression,
-    ExchangeOptions,
-    GradientExchange,
+from lightning_strategies_ext.horovod.gradient_exchange import (
+    HorovodCompression,
+    HorovodExchangeOptions,
+    HorovodGradientExchange,
     check_exchanges_nothing,
 )
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
@@ -72,7 +72,7 @@ class HorovodStrategy(ParallelStrategy):
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
-        compression: Compression = "none",
+        compression: HorovodCompression = "none",
         op: str = "average",
         num_groups: int | None = None,
         sparse_as_dense: bool = False,
@@ -86,7 +86,7 @@ class HorovodStrategy(ParallelStrategy):
                 "`op='adasum'` combines the steps of optimizers, which the user's loop calls under Fabric."
                 " Use the Trainer, or another `op`."
             )
-        self._options = ExchangeOptions(
+        self._options = HorovodExchangeOptions(
             compression,
             op,  # type: ignore[arg-type]
             num_groups,
@@ -101,7 +101,7 @@ class HorovodStrategy(ParallelStrategy):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
         cluster_environment = environment_of_child(None)
-        launch = Launch.find()
+        launch = LaunchInfo.from_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -112,7 +112,7 @@ class HorovodStrategy(ParallelStrategy):
         )
         self._num_nodes = 1
         self._broadcast_buffers = broadcast_buffers
-        self._exchanges: list[GradientExchange] = []
+        self._exchanges: list[HorovodGradientExchange] = []
         self._buffers: list[_Buffers] = []
         self._backward_sync = _HorovodBackwardSync()
         self._backward_sync_control = self._backward_sync
@@ -145,7 +145,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         check_not_interactive("`strategy='horovod_ext'`")
         environment.check_num_nodes(self._num_nodes, self.cluster_environment)
-        environment.configure(self.parallel_devices or [], self.cluster_environment)
+        environment.set_launch_size(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self)
 
     @override
@@ -158,7 +158,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         super().setup_environment()
         reset_seed()
-        launch = environment.launch_of(self.cluster_environment, self.num_processes)
+        launch = environment.launch_info_from(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
         from lightning_strategies_ext.horovod.collectives import HorovodCollectives  # needs Horovod
 
@@ -166,7 +166,9 @@ class HorovodStrategy(ParallelStrategy):
         collectives = HorovodCollectives(lambda: device)  # without a reference to the strategy
         MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
-        self._start_failure_monitor(self.global_rank, self.world_size, store, runtime.let_go, CollectiveProgress())
+        self._start_failure_monitor(
+            self.global_rank, self.world_size, store, runtime.abort_collectives, CollectiveProgress()
+        )
 
     @override
     def setup_module(self, module: Module) -> Module:
@@ -177,9 +179,9 @@ class HorovodStrategy(ParallelStrategy):
             ValueError: If no parameter of the module requires a gradient.
         """
         check_has_trainable_parameters(module)
-        check_is_same(self.collectives, module, self.root_device, is_trained=True)
+        check_same_model(self.collectives, module, self.root_device, is_trained=True)
         self.collectives.broadcast_module(module)
-        exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
+        exchange = HorovodGradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
         wrapped = _Wrapped(module)
         self._backward_sync.exchanges[id(wrapped)] = exchange
@@ -265,7 +267,7 @@ class _Buffers:
     def __init__(
         self,
         module: Module,
-        exchange: GradientExchange,
+        exchange: HorovodGradientExchange,
         collectives: Any,
         process_set: Any,
         does_share_in_steps: bool,
@@ -309,7 +311,7 @@ class _HorovodBackwardSync(strategy_parts.BackwardSyncControl):
     """Disables the gradient exchange of one module."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[int, GradientExchange] = {}
+        self.exchanges: dict[int, HorovodGradientExchange] = {}
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:

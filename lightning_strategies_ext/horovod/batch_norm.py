@@ -6,7 +6,7 @@ _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
 
 class SynchronizedBatchNorm:
-    """Replaces the batch normalization layers of a module with Horovod's layers, until :meth:`revert`.
+    """Replaces the batch normalization layers of a module with Horovod's layers, until :meth:`restore`.
 
     Both layers share their parameters and buffers.
 
@@ -29,7 +29,7 @@ class SynchronizedBatchNorm:
                     setattr(parent, name, synchronized)
                     self._replaced.append((parent, name, layer))
 
-    def revert(self) -> None:
+    def restore(self) -> None:
         """Restores the original layers of the module."""
         for parent, name, layer in self._replaced:
             layer.train(getattr(parent, name).training)

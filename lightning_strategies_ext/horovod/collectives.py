@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
-from lightning_strategies_ext.horovod.waiting import wait_for
+from lightning_strategies_ext.horovod.synchronize import synchronize
 
 _OPS = {
     "mean": hvd.Average,
@@ -35,8 +35,8 @@ class HorovodCollectives(Collectives):
         device: Returns the device of this rank; called when an operation must create a tensor.
     """
 
-    more_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
-    native = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+    extra_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
+    native_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
     def rank(self, group: Any = None) -> int | None:
         """Returns this rank's index in a process set; None if the set excludes it, or Horovod is not initialized."""
@@ -85,7 +85,7 @@ class HorovodCollectives(Collectives):
         if self.rank() is None:
             return
         try:  # not `hvd.barrier`, which always waits in `synchronize`
-            wait_for(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
+            synchronize(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {hvd.rank()}: {label} failed: {error}") from error
@@ -107,25 +107,25 @@ class HorovodCollectives(Collectives):
         name = f"lightning_strategies_ext.gather.{process_set.process_set_id}"
         sizes_handle = hvd.allgather_async(num_rows, name=f"{name}.sizes", process_set=process_set)
         flat = rows.detach().contiguous().view(len(rows), prod(rows.shape[1:]))
-        is_carried = flat.dtype in self.native
+        is_carried = flat.dtype in self.native_dtypes
         carried = flat if is_carried else flat.view(torch.uint8)
         data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
-        gathered, sizes = wait_for(data_handle), wait_for(sizes_handle).tolist()
+        gathered, sizes = synchronize(data_handle), synchronize(sizes_handle).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
 
-    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
         """Starts the sum of a tensor over all ranks, in place; the returned function waits for it."""
         handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=hvd.Sum)
 
         def finish() -> None:
-            wait_for(handle)
+            synchronize(handle)
 
         return finish
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         process_set = _process_set(group)
         name = f"lightning_strategies_ext.reduce.{process_set.process_set_id}"
-        wait_for(hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set))
+        synchronize(hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set))
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         output.copy_(self.gather_rows(tensor, group)[0])
@@ -164,14 +164,14 @@ class HorovodCollectives(Collectives):
         handles, copies = [], []
         for index, tensor in enumerate(tensors):
             carried = tensor
-            if tensor.dtype not in self.native or not tensor.is_contiguous():
+            if tensor.dtype not in self.native_dtypes or not tensor.is_contiguous():
                 carried = tensor.contiguous().view(-1).view(torch.uint8)
                 copies.append((tensor, carried))
             if carried.numel():
                 name = f"lightning_strategies_ext.broadcast.{index}"
                 handles.append(hvd.broadcast_async_(carried, src, name=name, process_set=_process_set(group)))
         for handle in handles:
-            wait_for(handle)
+            synchronize(handle)
         for tensor, carried in copies:
             if carried.data_ptr() != tensor.data_ptr():
                 tensor.copy_(carried.view(tensor.dtype).view(tensor.shape))

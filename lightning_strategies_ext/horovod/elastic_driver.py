@@ -21,7 +21,7 @@ from lightning_strategies_ext._system.connections import record_connections, shu
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.elastic.membership import Member, MembershipServiceError, peers_of
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.runtime import shut_down
 
 _ELASTIC = "HOROVOD_ELASTIC"
@@ -49,7 +49,7 @@ _has_been_initialised = False
 _connections: set[tuple[Any, Any]] = set()
 
 
-def is_there() -> bool:
+def is_elastic_launch() -> bool:
     """Whether ``horovodrun`` has started this process as one of a changing number of ranks."""
     return os.environ.get(_ELASTIC) == "1"
 
@@ -75,7 +75,7 @@ class DriverMembership:
     no_rank_reason = "its host was removed, or is blacklisted because a rank on it has exited"
     sigterm_consequence = "horovodrun ends the job if too few ranks remain"
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: LaunchInfo) -> None:
         self.launch = launch
         self.members: list[Member] = []
         if not self.rendezvous(Member(Peer.this_process(launch.rank)), lambda waited_s: None):
@@ -111,7 +111,7 @@ class DriverMembership:
             return None
         # For what reads them: Horovod's C++, and Trainers to come.
         os.environ.update(zip(_SLOT, numbers, strict=True))
-        launch = Launch.find()
+        launch = LaunchInfo.from_environment()
         assert launch is not None
         self.launch = launch
         return launch.rank
@@ -171,7 +171,7 @@ class DriverMembership:
         return HostChangeListener()
 
 
-def membership(launch: Launch) -> DriverMembership:
+def membership(launch: LaunchInfo) -> DriverMembership:
     """That of this process; the same again when called again. The first call waits for the other ranks.
 
     Raises:

@@ -8,7 +8,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
-from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo, exited_parent_pid, is_rank_of_script
 
 
 class HorovodEnvironment(ClusterEnvironment):
@@ -21,7 +21,7 @@ class HorovodEnvironment(ClusterEnvironment):
         launch: Current rank of this process; elastic training replaces it.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: LaunchInfo) -> None:
         self.launch = launch
 
     @property
@@ -42,7 +42,7 @@ class HorovodEnvironment(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Returns whether a launcher has started this process."""
-        return Launch.find() is not None
+        return LaunchInfo.from_environment() is not None
 
     def world_size(self) -> int:
         """Returns the number of ranks."""
@@ -67,7 +67,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return int(os.environ.get("HOROVOD_CROSS_RANK", self.launch.rank // self.launch.local_size))
 
 
-def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
+def launch_info_from(environment: ClusterEnvironment, num_processes: int) -> LaunchInfo:
     """Returns the rank of this process, and the numbers of ranks.
 
     Args:
@@ -77,7 +77,7 @@ def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
     if isinstance(environment, HorovodEnvironment):
         return environment.launch
     ranks = environment.global_rank(), environment.world_size(), environment.local_rank()
-    return Launch("python", *ranks, num_processes)
+    return LaunchInfo("python", *ranks, num_processes)
 
 
 def check_num_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
@@ -105,7 +105,7 @@ def num_processes(devices: list[torch.device], environment: ClusterEnvironment |
     return environment.launch.local_size if isinstance(environment, HorovodEnvironment) else len(devices)
 
 
-def configure(devices: list[torch.device], environment: ClusterEnvironment) -> None:
+def set_launch_size(devices: list[torch.device], environment: ClusterEnvironment) -> None:
     """Sets the number of ranks and this process's rank, before ranks are started.
 
     Raises:
@@ -127,8 +127,8 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
         RuntimeError: If the process that started this rank has exited.
     """
     if not isinstance(environment, HorovodEnvironment):
-        if environment.creates_processes_externally and not is_started_by_us():
-            if (starter := lost_starter()) is not None:
+        if environment.creates_processes_externally and not is_rank_of_script():
+            if (starter := exited_parent_pid()) is not None:
                 raise RuntimeError(f"The process {starter} that started this rank has ended, so this rank exits.")
             raise ValueError(
                 f"The processes were started for {type(environment).__name__}, but Horovod requires ranks from"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_strategies_ext.horovod.launch import serve_rendezvous
+from lightning_strategies_ext.horovod.launch_info import serve_rendezvous
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, ScriptLauncher
 
 

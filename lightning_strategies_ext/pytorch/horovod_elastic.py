@@ -67,7 +67,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
                 f"`elastic=True` cannot be combined with `process_set={self._options.process_set}`: a process set"
                 " does not survive a change of ranks. Omit one of the two."
             )
-        if not elastic_driver.is_there():
+        if not elastic_driver.is_elastic_launch():
             raise UnavailableHereError(
                 "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun -np 2"
                 " --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py`, or `elastic=False`."

@@ -284,7 +284,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             and self._stage_context.local_collectives is None
             and inputs.handles_reduce(tensor, group)
         ):
-            return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
+            return inputs.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._active_collectives.reduce(tensor, group, reduce_op)
 
     @override

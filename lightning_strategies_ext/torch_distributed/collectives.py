@@ -38,7 +38,7 @@ class TorchCollectives(Collectives):
         device: Callable that returns the device of this rank; called when an operation must create a tensor.
     """
 
-    more_reduce_ops = {"band": "band", "bor": "bor", "bxor": "bxor"}  # noqa: RUF012
+    extra_reduce_ops = {"band": "band", "bor": "bor", "bxor": "bxor"}  # noqa: RUF012
 
     def rank(self, group: Any = None) -> int | None:
         """Returns this rank's number in a process group; None if it is not in the group, or there is no group."""
@@ -51,7 +51,7 @@ class TorchCollectives(Collectives):
         """Returns the number of ranks of a process group."""
         return dist.get_world_size(group)
 
-    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
         """Starts to sum a tensor in place over all ranks; returns a callable that waits for the sum.
 
         torch.distributed matches operations by their order and ignores ``name``.

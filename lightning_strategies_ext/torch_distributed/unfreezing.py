@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.torch_distributed.direct_exchange import exchanged_parameters
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 
@@ -114,7 +114,7 @@ class Unfreezing(Feature):
             trained: Parameters that were trained so far.
         """
         context = self._context
-        check_is_same(context.collectives, model.module, context.device, is_trained=True)
+        check_same_model(context.collectives, model.module, context.device, is_trained=True)
         if context.sync.model_averaging_argument is not None:  # they may differ
             for parameter in trained:
                 dist.all_reduce(parameter.detach().div_(dist.get_world_size()))

@@ -316,7 +316,7 @@ class UnevenInputsController:
         gathered = torch.zeros(self._world_size, 2, dtype=torch.int64)
         gathered[self._rank, 0], gathered[self._rank, 1] = batch.number, int(bool(batch.has_next))
         flags = gathered.to(self._device)
-        finish = self._collectives.begin_sum(flags, "uneven_inputs")
+        finish = self._collectives.start_sum(flags, "uneven_inputs")
 
         def receive() -> Tensor:
             finish()

@@ -47,7 +47,7 @@ def test_objects_and_decisions_are_its_own():
 def test_nothing_waits_and_nothing_changes():
     tensor, module = VALUES.clone(), torch.nn.Linear(2, 2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    ALONE.begin_sum(tensor, "gradients")()
+    ALONE.start_sum(tensor, "gradients")()
     ALONE.broadcast_tensors([tensor], src=0)
     ALONE.broadcast_module(module)
     ALONE.barrier("end")

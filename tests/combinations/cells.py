@@ -122,12 +122,12 @@ def run_one(strategy: str, cell: Cell, directory: str, fault: str | None) -> Any
 
 def run_all(strategy: str, cells: list[tuple[int, Cell]], directory: str, fault: str | None) -> None:
     """Runs cells in this rank, one after the other, and leaves what they give in files; ends after one that fails."""
-    from lightning_strategies_ext.horovod.launch import Launch
+    from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
     if strategy not in (*STARTED, *OVER_HOROVOD):  # this process is no rank; it starts them, or has none
         for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-    launch = Launch.find() if strategy in OVER_HOROVOD else None
+    launch = LaunchInfo.from_environment() if strategy in OVER_HOROVOD else None
     for number, cell in cells:
         outcome = run_one(strategy, cell, f"{directory}/checkpoints-{number}", fault)
         rank = _rank() if launch is None else launch.rank

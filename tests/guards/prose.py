@@ -16,14 +16,6 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parents[2]
 PLACES = ("lightning_strategies_ext", "docs/glossary.md")
 _MIRROR = "lightning_strategies_ext/pytorch_lightning/"
-#: Modules with identifiers that are still to be renamed; only phrases are searched in them.
-NAMES_LEFT = (
-    "lightning_strategies_ext/doctor.py",
-    "lightning_strategies_ext/horovod/elastic_driver.py",
-    "lightning_strategies_ext/horovod_build/requirements.py",
-    "lightning_strategies_ext/horovod_build/wheel.py",
-    "lightning_strategies_ext/pytorch/horovod_elastic.py",
-)
 _TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
@@ -77,12 +69,8 @@ def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
             yield token.start[0], token.string, True
 
 
-def faults(names_left: Iterable[str] = NAMES_LEFT) -> Iterator[str]:
-    """Returns each retired term in the searched places.
-
-    Args:
-        names_left: Modules in which only phrases are searched.
-    """
+def faults() -> Iterator[str]:
+    """Returns each retired term in the searched places."""
     terms = read_terms((REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines())
     for place in PLACES:
         root = REPOSITORY / place
@@ -90,12 +78,7 @@ def faults(names_left: Iterable[str] = NAMES_LEFT) -> Iterator[str]:
             name = str(path.relative_to(REPOSITORY))
             if name.startswith(_MIRROR):
                 continue
-            applicable = [
-                term
-                for term in terms
-                if not (term.is_identifier and name in names_left)
-                and not any(fnmatch(name, each) for each in term.exceptions)
-            ]
+            applicable = [term for term in terms if not any(fnmatch(name, each) for each in term.exceptions)]
             for number, found, term in find_terms(path.read_text(), applicable, is_python=path.suffix == ".py"):
                 yield f"{name}:{number}: {found!r} is a retired term; use: {term.use}"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.guards.prose import NAMES_LEFT, PLACES, REPOSITORY, faults, find_terms, read_terms
+from tests.guards.prose import PLACES, REPOSITORY, faults, find_terms, read_terms
 
 TERMS = read_terms(
     (
@@ -43,7 +43,3 @@ def test_each_place_that_is_searched_exists(place: str) -> None:
 
 def test_the_package_has_no_retired_terms() -> None:
     assert list(faults()) == []
-
-
-def test_each_module_with_names_left_to_rename_has_such_names() -> None:
-    assert {fault.partition(":")[0] for fault in faults(names_left=())} == set(NAMES_LEFT)

@@ -28,14 +28,14 @@ from lightning_strategies_ext import doctor
 from lightning_strategies_ext.__main__ import main
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.horovod import runtime
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod_build import command, installed
+from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.cache import WheelCache
-from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes, fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, MARKER, horovod_problem, marker, torch_version
-from lightning_strategies_ext.horovod_build.key import BuildKey
-from lightning_strategies_ext.horovod_build.proof import Launcher, ProofError, prove
-from lightning_strategies_ext.horovod_build.requirements import Missing, Toolchain, find_toolchain
+from lightning_strategies_ext.horovod_build.patches import UnknownSourceError, apply_patches, patches
+from lightning_strategies_ext.horovod_build.requirements import MissingRequirement, Toolchain, find_toolchain
+from lightning_strategies_ext.horovod_build.smoke_test import SmokeTestError, SmokeTestLauncher, run_smoke_test
 from lightning_strategies_ext.horovod_build.source import (
     BUILD_REQUIREMENTS,
     SourceError,
@@ -63,7 +63,7 @@ def fetch_source(directory):
     (source / "setup.py").write_text(sys.argv[1])
     return source
 
-command.fetch_source, command.apply_fixes = fetch_source, lambda *_: []
+command.fetch_source, command.apply_patches = fetch_source, lambda *_: []
 command._install, command.launchers, command.marker = print, lambda *args, **kwargs: [], lambda: None
 sys.exit(main(["install-horovod", *sys.argv[2:]]))
 """
@@ -167,15 +167,15 @@ def test_a_second_call_proves_in_seconds():
 
 
 def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wheel: Path):
-    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here("2.13.0+cpu")
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0+cpu")
     with cache.lock(key, waiting=pytest.fail):
         kept = cache.store(key, wheel)
     assert cache.find(key) == kept
     for other in (
-        BuildKey.here("2.13.0+cu130"),
-        BuildKey.here("2.12.0+cpu"),
-        BuildKey.here("2.13.0+cpu", mpi="openmpi-5.0.11"),
-        BuildKey.here("2.13.0+cpu", nccl="13.0"),
+        BuildKey.for_this_environment("2.13.0+cu130"),
+        BuildKey.for_this_environment("2.12.0+cpu"),
+        BuildKey.for_this_environment("2.13.0+cpu", mpi="openmpi-5.0.11"),
+        BuildKey.for_this_environment("2.13.0+cpu", nccl="13.0"),
     ):
         assert cache.find(other) is None
     with zipfile.ZipFile(kept) as archive:
@@ -184,14 +184,14 @@ def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wh
         assert f"{name},sha256=" in archive.read("horovod-0.28.1.dist-info/RECORD").decode(), (
             "pip removes it with the rest"
         )
-    assert not BuildKey.here("2.12.0+cpu").matches(json.loads(key.as_json()))
+    assert not BuildKey.for_this_environment("2.12.0+cpu").matches(json.loads(key.as_json()))
 
 
 @pytest.mark.processes
 def test_after_an_upgrade_of_torch_horovod_is_built_again(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    key = BuildKey.here(torch_version())
+    key = BuildKey.for_this_environment(torch_version())
     cache = WheelCache(tmp_path / "cache")
     with cache.lock(key, waiting=pytest.fail):
         cache.store(key, wheel)
@@ -200,30 +200,30 @@ def test_after_an_upgrade_of_torch_horovod_is_built_again(
     monkeypatch.setattr(command, "launchers", lambda *args, **kwargs: [])
     monkeypatch.setattr(command, "_build", lambda cache, key, *_: Path("built for", key.torch))
     monkeypatch.setattr(command, "horovod_problem", lambda: None)
-    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.here("2.4.0+cpu").as_json()))
+    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.for_this_environment("2.4.0+cpu").as_json()))
     arguments = ["install-horovod", "--wheel-dir", str(tmp_path / "cache")]
     assert main(arguments) == 0
     monkeypatch.setattr(command, "torch_version", lambda: "99.0+cpu")
     assert main(arguments) == 0
     assert taken == [cache.find(key), Path("built for", "99.0+cpu")]
-    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.here("99.0+cpu").as_json()))
+    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.for_this_environment("99.0+cpu").as_json()))
     assert main(arguments) == 0
     assert len(taken) == 2, "the installed one is the right one"
     assert "is already installed" in capsys.readouterr().out
 
 
 def start_with_build_of_earlier_version() -> list[str]:
-    earlier = {**json.loads(BuildKey.here("2.13.0+cpu", mpi="openmpi-5.0.11").as_json()), "fixes": 1}
+    earlier = {**json.loads(BuildKey.for_this_environment("2.13.0+cpu", mpi="openmpi-5.0.11").as_json()), "fixes": 1}
     installed.marker = lambda: earlier
     with warnings.catch_warnings(record=True) as caught:
-        runtime.start(Launch("python", 0, 1, 0, 1), torch.device("cpu"))
+        runtime.start(LaunchInfo("python", 0, 1, 0, 1), torch.device("cpu"))
     said = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
     return [*said, doctor.facts()["Horovod"]]
 
 
 @pytest.mark.processes
 def test_a_build_of_an_earlier_version_is_to_be_built_again():
-    assert installed.what_is_not_fixed() is None, "neither the one that was just built, nor one of another origin"
+    assert installed.outdated_build_warning() is None, "neither the one that was just built, nor one of another origin"
     said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
     assert "a rank may hang in it after another rank is lost" in said
     assert said.endswith(f"Rebuild it with: {COMMAND} --mpi")
@@ -231,14 +231,16 @@ def test_a_build_of_an_earlier_version_is_to_be_built_again():
 
 
 def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [Missing("g++", "apt: g++")]))
+    monkeypatch.setattr(
+        command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [MissingRequirement("g++", "apt: g++")])
+    )
     monkeypatch.setattr(command, "launchers", lambda *args, **kwargs: [])
     monkeypatch.setattr(command, "marker", lambda: None)
     taken: list[Path] = []
     monkeypatch.setattr(command, "_install", taken.append)
     arguments = ["install-horovod", "--wheel-dir", str(tmp_path / "cache")]
     assert main(arguments) == 2
-    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here(torch_version())
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment(torch_version())
     with cache.lock(key, waiting=pytest.fail):
         cache.store(key, wheel)
     assert main(arguments) == 0
@@ -257,7 +259,9 @@ def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
         (tmp_path / "horovod" / "metadata.json").write_text(json.dumps({"pytorch": torch}) if torch else "{")
         (tmp_path / "horovod-0.28.1.dist-info").mkdir(exist_ok=True)
         (tmp_path / "horovod-0.28.1.dist-info" / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
-        (tmp_path / "horovod-0.28.1.dist-info" / MARKER).write_text(BuildKey.here(torch or "", mpi="mpich-5").as_json())
+        (tmp_path / "horovod-0.28.1.dist-info" / MARKER).write_text(
+            BuildKey.for_this_environment(torch or "", mpi="mpich-5").as_json()
+        )
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
@@ -325,7 +329,7 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
         "PIP_FIND_LINKS": str(tmp_path / "index"),
         "PIP_UPGRADE": "1",
     }
-    key = BuildKey.here(torch_version())
+    key = BuildKey.for_this_environment(torch_version())
     cache = WheelCache(tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod")
     with cache.lock(key, waiting=pytest.fail):
         cache.store(key, make_wheel(tmp_path / "built", "horovod", "0.28.1"))
@@ -376,7 +380,7 @@ def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_
 
 
 def test_a_copy_that_was_killed_is_cleared_away_by_the_next_build(tmp_path: Path, wheel: Path):
-    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here("2.13.0")
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0")
     killed = tmp_path / "cache" / f".partial-{key.directory_name}-abc"
     killed.mkdir(parents=True)
     (killed / wheel.name).write_bytes(wheel.read_bytes()[:100])
@@ -414,15 +418,15 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
 
 
 def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
-    for fix in fixes(17):
+    for fix in patches(17):
         file = tmp_path / fix.file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
-    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 20
+    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_patches(tmp_path, 17)] == [True] * 20
     with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*occurs 0 times in CMakeLists.txt.*C\+\+20"):
-        apply_fixes(tmp_path, 20)
+        apply_patches(tmp_path, 20)
     with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):
-        apply_fixes(tmp_path / "elsewhere", 17)
+        apply_patches(tmp_path / "elsewhere", 17)
 
 
 def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
@@ -448,8 +452,8 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
     ],
 )
 def test_a_proof_that_fails_says_how(launcher: list[str], said: str):
-    with pytest.raises(ProofError, match=f"(?s){said}"):
-        prove(Launcher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
+    with pytest.raises(SmokeTestError, match=f"(?s){said}"):
+        run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 
 
 @pytest.mark.processes

@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
-from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo, launcher_variables
 from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import (
@@ -375,7 +375,7 @@ def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     if of_user is not None:
         monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", of_user)
-    with told_as_by_a_launcher(Launch("python", 0, 2, 0, 2)):
+    with launcher_variables(LaunchInfo("python", 0, 2, 0, 2)):
         assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
     assert os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == of_user
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_strategies_ext._system.connections import record_connections, shut_down_connections
 from lightning_strategies_ext.horovod import runtime
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
@@ -78,7 +78,7 @@ def begin_while_another_is_lost(path: Path) -> str:
 
     with path.open("r+b") as file:
         said = mmap(file.fileno(), 2)  # which can be read without giving Python's lock away
-    launch, connections = Launch.find(), set()
+    launch, connections = LaunchInfo.from_environment(), set()
     assert launch is not None
     with record_connections(connections):
         runtime.start(launch, torch.device("cpu"))
@@ -120,7 +120,7 @@ def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it(tmp_p
 def shut_down_at_once() -> list[bool]:
     found = []
     for _ in range(3):
-        runtime.start(Launch("python", 0, 1, 0, 1), torch.device("cpu"))
+        runtime.start(LaunchInfo("python", 0, 1, 0, 1), torch.device("cpu"))
         threads = [threading.Thread(target=runtime.shut_down, daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()

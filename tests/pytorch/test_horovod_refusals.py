@@ -172,7 +172,7 @@ def test_horovods_batch_normalisation_takes_the_place_of_torchs_and_leaves_it_ag
     assert type(model.net[1]).__module__ == "horovod.torch.sync_batch_norm"
     assert model.net[1].weight is before.weight
     model.eval()
-    synchronized.revert()
+    synchronized.restore()
     assert model.net[1] is before
     assert not before.training
     assert_close(state_of(model), state, 0)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext._system.user_cache import UnsafePathError
 from lightning_strategies_ext.horovod_build import command
+from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.cache import WheelCache
-from lightning_strategies_ext.horovod_build.key import BuildKey
 from lightning_strategies_ext.shm import compiler, native_build, rendezvous
 from lightning_strategies_ext.shm.links import LocalPeer, PeerLostError
 from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
@@ -145,7 +145,7 @@ def test_what_we_make_is_safe_whatever_the_umask(tmp_path: Path, umask: int):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, how: str):
-    cache, key = WheelCache(tmp_path / "wheels"), BuildKey.here(command.torch_version())
+    cache, key = WheelCache(tmp_path / "wheels"), BuildKey.for_this_environment(command.torch_version())
     cache.entry(key).mkdir(parents=True)
     wheel = cache.entry(key) / "horovod-0.28.1-py3-none-any.whl"
     wheel.write_text("")

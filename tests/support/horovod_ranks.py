@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.horovod_launch import BIN, start_of
-from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     except BaseException as exception:
         outcome = Failed(exception)
 
-    launch = Launch.find()
+    launch = LaunchInfo.from_environment()
     rank = int(os.environ.get("LOCAL_RANK", "0")) if launch is None else launch.rank
     temporary = directory / f"{rank}.part"
     temporary.write_bytes(pickle.dumps(outcome))

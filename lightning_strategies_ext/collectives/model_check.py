@@ -14,7 +14,7 @@ from lightning_strategies_ext.collectives.base import Collectives, names_exclude
 from lightning_strategies_ext.exceptions import DifferentModelsError
 
 
-def check_is_same(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
+def check_same_model(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
     """Checks that all ranks have the same module. Collective: all ranks call it; takes one round trip.
 
     Args:

@@ -7,7 +7,7 @@ held back, gradients accumulate locally. The next backward pass that is not held
 accumulation window has one exchange.
 
 Adasum combines parameter updates of the ranks' optimizers instead of gradients (as Horovod's ``DistributedOptimizer``
-does), see :class:`DeltaExchange`.
+does), see :class:`AdasumExchange`.
 
 Limitations: If a parameter has no gradient on one rank, its exchange starts on this rank only after the backward pass,
 with a gradient of zeros, and the other ranks wait for it.
@@ -29,11 +29,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
 from lightning_strategies_ext.gradients import NUM_HOLDERS, unshare_gradient
-from lightning_strategies_ext.horovod.waiting import wait_for
+from lightning_strategies_ext.horovod.synchronize import synchronize
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
-Compression = Literal["none", "fp16"]
-Op = Literal["average", "sum", "adasum"]
+HorovodCompression = Literal["none", "fp16"]
+GradientOp = Literal["average", "sum", "adasum"]
 #: Size at which a group of gradients is full, in bytes. Each operation costs a negotiation between Horovod's threads of
 #: all ranks (with gloo on one host, a step with six small gradients took 15 % less time with one group). The limit lets
 #: the gradients of the last layers be exchanged while those of the first layers are computed.
@@ -41,7 +41,7 @@ GROUP_NUM_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class ExchangeOptions:
+class HorovodExchangeOptions:
     """Options of the gradient exchange, without classes of Horovod, so that they can be checked without Horovod.
 
     Attributes:
@@ -59,8 +59,8 @@ class ExchangeOptions:
         ValueError: If a value or a combination of values is invalid.
     """
 
-    compression: Compression = "none"
-    op: Op = "average"
+    compression: HorovodCompression = "none"
+    op: GradientOp = "average"
     num_groups: int | None = None
     sparse_as_dense: bool = False
     gradient_predivide_factor: float = 1.0
@@ -107,7 +107,7 @@ def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
 
 
 @dataclass
-class Pending:
+class PendingGradient:
     """A gradient whose all-reduce is pending.
 
     Attributes:
@@ -121,7 +121,7 @@ class Pending:
     handle: Any
 
 
-class GradientExchange:
+class HorovodGradientExchange:
     """Exchanges the gradients of a module's parameters.
 
     Args:
@@ -135,9 +135,9 @@ class GradientExchange:
     def __init__(
         self,
         module: Module,
-        options: ExchangeOptions,
+        options: HorovodExchangeOptions,
         prefix: str = "gradient",
-        together: "list[GradientExchange] | None" = None,
+        together: "list[HorovodGradientExchange] | None" = None,
     ) -> None:
         import horovod.torch as hvd
 
@@ -162,10 +162,10 @@ class GradientExchange:
         #: Records each exchange, or None.
         self.observer: ExchangeObserver | None = None
         self._begun_at_ns = self._num_bytes = 0
-        self._kept: dict[Parameter, Tensor | None] | None = None
+        self._saved_gradients: dict[Parameter, Tensor | None] | None = None
         self._has_own = False  # whether earlier backward passes have left local gradients
         self._ready: set[Parameter] = set()
-        self._pending: dict[Parameter, Pending] = {}
+        self._pending: dict[Parameter, PendingGradient] = {}
         self._pending_sparse: dict[Parameter, Callable[[], Tensor]] = {}
         self._hooks: dict[Parameter, Any] = {}
         self._hook_in()
@@ -194,10 +194,10 @@ class GradientExchange:
 
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
-        self._kept = {}
+        self._saved_gradients = {}
         # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
         if self.is_held_back or self._has_own:
-            self._kept = {
+            self._saved_gradients = {
                 parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
             }
 
@@ -235,13 +235,13 @@ class GradientExchange:
             self._hook_of_loss = None
         self.is_in_backward = False
         if self.is_held_back or not self._process_set.included():
-            self._has_own = self._has_own or self._kept is None
+            self._has_own = self._has_own or self._saved_gradients is None
         elif not self._num_finished:
             self._exchange_rest()  # the pass has reached no parameter on this rank
-        self._kept = None
+        self._saved_gradients = None
 
     @property
-    def _together(self) -> "Sequence[GradientExchange]":
+    def _together(self) -> "Sequence[HorovodGradientExchange]":
         return (self,) if self._shared_with is None else self._shared_with
 
     def _queue(self, _: Tensor | None = None) -> None:
@@ -273,12 +273,12 @@ class GradientExchange:
             if parameter.requires_grad and parameter not in self._ready:
                 if parameter.grad is None:
                     zeros[parameter] = parameter.grad = torch.zeros_like(parameter)
-                elif self._kept is not None:
-                    self._restore(parameter, self._kept.get(parameter))
+                elif self._saved_gradients is not None:
+                    self._restore(parameter, self._saved_gradients.get(parameter))
                 self._start(parameter)
         usage = None if self.contributors is None else self._usage(zeros)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
-            wait_for(handle)
+            synchronize(handle)
         for parameter, pending in self._pending.items():
             if pending.wire is not pending.gradient:
                 pending.gradient.copy_(pending.wire)
@@ -306,12 +306,13 @@ class GradientExchange:
         if len(self.contributors) == self._process_set.size():
             return None
         has_gradient = [
-            parameter not in zeros and (self._kept is None or self._kept.get(parameter) is not None)
+            parameter not in zeros
+            and (self._saved_gradients is None or self._saved_gradients.get(parameter) is not None)
             for parameter in self._names
         ]
         counts = torch.tensor(has_gradient, dtype=torch.int32)
         name = f"{self._prefix}.usage"
-        wait_for(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
+        synchronize(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
         return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
     def sync_buffers(self) -> None:
@@ -339,8 +340,8 @@ class GradientExchange:
         if not self.is_in_backward:
             self._keep_local(parameter)
             return
-        if self._kept is not None:
-            self._restore(parameter, self._kept.get(parameter))
+        if self._saved_gradients is not None:
+            self._restore(parameter, self._saved_gradients.get(parameter))
         if not self.is_held_back and self._process_set.included():
             if self._num_finished and self._options.op == "sum":
                 raise RuntimeError(
@@ -363,15 +364,15 @@ class GradientExchange:
         self._has_own = True
 
     @staticmethod
-    def _restore(parameter: Parameter, kept: Tensor | None) -> None:
+    def _restore(parameter: Parameter, saved: Tensor | None) -> None:
         if parameter.grad is None:
             return
-        if kept is None:
+        if saved is None:
             parameter.grad.zero_()
-        elif kept.layout == parameter.grad.layout == torch.strided:
-            parameter.grad.copy_(kept)
+        elif saved.layout == parameter.grad.layout == torch.strided:
+            parameter.grad.copy_(saved)
         else:
-            parameter.grad = kept
+            parameter.grad = saved
 
     def _start(self, parameter: Parameter) -> None:
         if parameter in self._ready:
@@ -418,7 +419,7 @@ class GradientExchange:
         else:
             handle = self._hvd.grouped_allreduce_async_(wires, name=f"group.{name}", **common)
         for parameter, gradient, wire in zip(parameters, gradients, wires, strict=True):
-            self._pending[parameter] = Pending(gradient, wire, handle)
+            self._pending[parameter] = PendingGradient(gradient, wire, handle)
 
     def _on_the_wire(self, gradient: Tensor) -> Tensor:
         if self._options.compression == "fp16" and gradient.is_floating_point():
@@ -437,7 +438,7 @@ class GradientExchange:
         return self._hvd.Sum, len(self.contributors)
 
 
-class DeltaExchange:
+class AdasumExchange:
     """Combines the parameter updates of the ranks' optimizers with Adasum (Maleki et al., 2020).
 
     Args:
@@ -448,7 +449,7 @@ class DeltaExchange:
         RuntimeError: If this Horovod has no Adasum, or the number of ranks is not a power of two.
     """
 
-    def __init__(self, module: Module, options: ExchangeOptions) -> None:
+    def __init__(self, module: Module, options: HorovodExchangeOptions) -> None:
         import horovod.torch as hvd
 
         self._hvd = hvd
@@ -493,7 +494,7 @@ class DeltaExchange:
             for index, wire in enumerate(wires)
         ]
         for values, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
-            wait_for(handle)
+            synchronize(handle)
             values.copy_(start + wire.to(start.dtype))
         if self.observer is not None:
             num_bytes = sum(wire.nbytes for wire in wires)

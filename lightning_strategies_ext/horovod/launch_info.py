@@ -37,7 +37,7 @@ _STARTED_BY = "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchInfo:
     """Rank of this process, as its launcher has assigned it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Launch:
     local_size: int
 
     @classmethod
-    def find(cls) -> "Launch | None":
+    def from_environment(cls) -> "LaunchInfo | None":
         """Reads the environment variables; returns None if no launcher has started this process."""
         for launcher, names in _LAUNCHERS.items():
             if all(name in os.environ for name in names):
@@ -63,12 +63,12 @@ class Launch:
         return None
 
 
-def is_started_by_us() -> bool:
+def is_rank_of_script() -> bool:
     """Returns whether the user's script has started the ranks, including this process."""
     return os.environ.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
 
 
-def lost_starter() -> int | None:
+def exited_parent_pid() -> int | None:
     """Returns the pid of the process that started this rank if it has exited; else None."""
     starter = int(os.environ.get(_STARTED_BY, os.getpid()))
     return None if is_running(starter) else starter
@@ -99,7 +99,7 @@ def _rendezvous_server(address: str) -> Any:
     return server
 
 
-def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) -> None:
+def renew_rendezvous(store: "Store", number: int, launch: LaunchInfo, address: str) -> None:
     """Starts another rendezvous server on rank 0, for ranks that reconnect. Collective: all ranks call it.
 
     The first server may still have addresses from the first rendezvous, on which no rank listens any more. Horovod 0.28
@@ -118,7 +118,7 @@ def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) 
 
 
 @contextmanager
-def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
+def launcher_variables(launch: LaunchInfo) -> Iterator[None]:
     """Sets the environment variables that Horovod reads at startup, as a launcher would.
 
     Most are restored on exit, because child processes of the script would take them for their own rank. The variables

@@ -1,23 +1,23 @@
-"""Fixes of Horovod 0.28.1 for current toolchains. Each fix states its reason.
+"""Fixes of Horovod 0.28.1 for current toolchains. Each patch states its reason.
 
-If a fix does not find the text that it replaces, the source is not the expected release, and an error is raised.
-Without the fix, the build would fail much later with a C++ error, or succeed with an extension that cannot be loaded.
+If a patch does not find the text that it replaces, the source is not the expected release, and an error is raised.
+Without the patch, the build would fail much later with a C++ error, or succeed with an extension that cannot be loaded.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Part of a wheel's key. Increase it when a fix changes, so that wheels are built again.
+#: Part of a wheel's key. Increase it when a patch changes, so that wheels are built again.
 REVISION = 2
 
 
 class UnknownSourceError(Exception):
-    """Raised if a fix does not find the text that it replaces."""
+    """Raised if a patch does not find the text that it replaces."""
 
 
 @dataclass(frozen=True)
-class Fix:
+class SourcePatch:
     """Replacement of a text in one file.
 
     Attributes:
@@ -33,8 +33,10 @@ class Fix:
     reason: str
 
 
-def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda: bool = False) -> Iterator[Fix]:
-    """Yields all fixes, in the order in which they are applied.
+def patches(
+    cxx_standard: int, library_directories: Sequence[str] = (), with_cuda: bool = False
+) -> Iterator[SourcePatch]:
+    """Yields all patches, in the order in which they are applied.
 
     Args:
         cxx_standard: C++ standard that the headers of the installed torch require, such as 17.
@@ -43,25 +45,25 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
     """
     searched = ["$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib", *library_directories]
     for file in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
-        yield Fix(
+        yield SourcePatch(
             file,
             "set(CMAKE_CXX_STANDARD 14)",
             f"set(CMAKE_CXX_STANDARD {cxx_standard})",
             f"torch's headers require C++{cxx_standard}",
         )
-    yield Fix(
+    yield SourcePatch(
         "horovod/common/ops/cuda/CMakeLists.txt",
         "set(CMAKE_CUDA_STANDARD 11)",
         f"set(CMAKE_CUDA_STANDARD {cxx_standard})",
         "CUDA 13 no longer compiles C++11",
     )
-    yield Fix(
+    yield SourcePatch(
         "CMakeLists.txt",
         '"${PROJECT_SOURCE_DIR}/cmake/upstream/")',
         ")",
         "Horovod's copy of CMake's FindCUDA is from 2020; CMake's own module supports current toolkits",
     )
-    yield Fix(
+    yield SourcePatch(
         "CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)",
         "set(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
@@ -71,46 +73,46 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
         "is in the environment's lib directory, four levels up, and torch and its NCCL are next to Horovod",
     )
     if not with_cuda:
-        yield Fix(
+        yield SourcePatch(
             "cmake/Modules/FindPytorch.cmake",
             "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
             "print(False)",
             "a torch with CUDA and any nvcc, even of another version, caused a CUDA build that was not requested",
         )
-    yield Fix(
+    yield SourcePatch(
         "setup.py",
         "make_args = ['-j8'] if not os.environ.get('MAKEFLAGS') else []",
         "make_args = []",
         "eight compilers at once exhaust the memory of small machines; CMAKE_BUILD_PARALLEL_LEVEL sets their number",
     )
-    yield Fix(
+    yield SourcePatch(
         "setup.py",
         "make_args.append('VERBOSE=1')",
         "pass",
         "ninja interprets VERBOSE=1 as a target, and without it the log is a tenth as long",
     )
-    yield Fix(
+    yield SourcePatch(
         "horovod/torch/CMakeLists.txt",
         "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
         "import sysconfig; print(sysconfig.get_path('include'))",
         "Python 3.12 has no distutils",
     )
-    yield Fix(
+    yield SourcePatch(
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable",
         "from shutil import which as find_executable",
         "Python 3.12 has no distutils, and horovodrun imports this module at startup",
     )
-    yield Fix(
+    yield SourcePatch(
         "setup.py",
         "setup_requires=require_list if is_build_action() else [],",
         "setup_requires=[],",
         "setuptools would download missing packages, of any version and without a hash; the build imports none of them",
     )
-    yield from _fixes_of_hangs()
+    yield from _hang_patches()
 
 
-def _fixes_of_hangs() -> Iterator[Fix]:
+def _hang_patches() -> Iterator[SourcePatch]:
     # After the loss of another rank, Horovod's background thread fails pending operations and releases their tensors.
     # For the release, torch acquires the GIL (observed with 2.13), while the thread holds locks of Horovod.
     deadlock = (
@@ -118,7 +120,7 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "thread for the GIL while it held these locks: the rank hung"
     )
     file = "horovod/torch/mpi_ops_v2.cc"
-    yield Fix(
+    yield SourcePatch(
         file,
         "PYBIND11_MODULE(mpi_lib_v2, m) {",
         "namespace {\n"
@@ -133,20 +135,20 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "  ModuleWithoutGil m{module};",
         deadlock,
     )
-    yield Fix(
+    yield SourcePatch(
         file,
         'm.def("horovod_torch_wait_and_clear", &WaitAndClear);',
         'module.def("horovod_torch_wait_and_clear", &WaitAndClear);',
         "the function releases the GIL itself",
     )
     lost = "an operation that was queued after Horovod's thread had failed all queued operations never ended"
-    yield Fix(
+    yield SourcePatch(
         "horovod/common/tensor_queue.h",
         "  void FinalizeTensorQueue(const Status& status);",
         "  void FinalizeTensorQueue(const Status& status);\n\n  void Reopen();",
         lost,
     )
-    yield Fix(
+    yield SourcePatch(
         "horovod/common/tensor_queue.h",
         "  std::queue<Request> message_queue_;",
         "  std::queue<Request> message_queue_;\n\n"
@@ -161,19 +163,19 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "  std::lock_guard<std::mutex> guard(mutex_);",
     ):
         new = f"{old}\n  if (!status_.ok()) {{\n    return status_;\n  }}"
-        yield Fix("horovod/common/tensor_queue.cc", old, new, lost)
+        yield SourcePatch("horovod/common/tensor_queue.cc", old, new, lost)
     old = "void TensorQueue::FinalizeTensorQueue(const Status& status) {\n  std::lock_guard<std::mutex> guard(mutex_);"
     reopen = "void TensorQueue::Reopen() {\n  std::lock_guard<std::mutex> guard(mutex_);\n  status_ = Status::OK();\n}"
-    yield Fix("horovod/common/tensor_queue.cc", old, f"{reopen}\n\n{old}\n  status_ = status;", lost)
+    yield SourcePatch("horovod/common/tensor_queue.cc", old, f"{reopen}\n\n{old}\n  status_ = status;", lost)
     for library in ("MPI", "Gloo"):
         old = f'  LOG(TRACE) << "Initializing new process set with {library}: "'
-        yield Fix("horovod/common/process_set.cc", old, f"  tensor_queue.Reopen();\n{old}", lost)
+        yield SourcePatch("horovod/common/process_set.cc", old, f"  tensor_queue.Reopen();\n{old}", lost)
 
 
-def apply_fixes(
+def apply_patches(
     source: Path, cxx_standard: int, library_directories: Sequence[str] = (), with_cuda: bool = False
-) -> list[Fix]:
-    """Applies all fixes to an unpacked source, in place.
+) -> list[SourcePatch]:
+    """Applies all patches to an unpacked source, in place.
 
     Args:
         source: Root of the source.
@@ -182,22 +184,24 @@ def apply_fixes(
         with_cuda: Whether the build uses CUDA.
 
     Returns:
-        The applied fixes.
+        The applied patches.
 
     Raises:
-        UnknownSourceError: If the text of a fix does not occur exactly once; the source must not be built then.
+        UnknownSourceError: If the text of a patch does not occur exactly once; the source must not be built then.
     """
-    done = list(fixes(cxx_standard, library_directories, with_cuda))
-    for fix in done:
-        file = source / fix.file
+    done = list(patches(cxx_standard, library_directories, with_cuda))
+    for patch in done:
+        file = source / patch.file
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if (found := text.count(fix.old)) != 1:
+        if (found := text.count(patch.old)) != 1:
             where = (
-                f"occurs {found} times in {fix.file}" if text else f"is missing, because there is no file {fix.file}"
+                f"occurs {found} times in {patch.file}"
+                if text
+                else f"is missing, because there is no file {patch.file}"
             )
             raise UnknownSourceError(
-                f"The fixes do not match this Horovod source: {fix.old!r} {where}. The fix is required because"
-                f" {fix.reason}. Report this to the developers of lightning-strategies-ext."
+                f"The fixes do not match this Horovod source: {patch.old!r} {where}. The fix is required because"
+                f" {patch.reason}. Report this to the developers of lightning-strategies-ext."
             )
-        file.write_text(text.replace(fix.old, fix.new), encoding="utf-8")
+        file.write_text(text.replace(patch.old, patch.new), encoding="utf-8")
     return done

@@ -15,20 +15,20 @@ from pathlib import Path
 import psutil
 
 from lightning_strategies_ext._system.gloo_connections import loopback_interface
-from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun
+from lightning_strategies_ext.horovod_build.requirements import mpirun_version_output
 
-#: Output of the ranks if the sum is correct, see :mod:`.proof_rank`.
+#: Output of the ranks if the sum is correct, see :mod:`.smoke_test_rank`.
 EXPECTED = tuple(f"rank {rank} of 2: the sum is 3" for rank in range(2))
 _TIMEOUT_S = 60.0
 _GRACE_S = 3.0
 
 
-class ProofError(Exception):
+class SmokeTestError(Exception):
     """Raised if the smoke test fails. The message contains the output of the ranks."""
 
 
 @dataclass(frozen=True)
-class Launcher:
+class SmokeTestLauncher:
     """Launcher that starts two ranks.
 
     Attributes:
@@ -42,23 +42,27 @@ class Launcher:
     environment: dict[str, str]
 
 
-def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[Launcher]:
+def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[SmokeTestLauncher]:
     """Yields the launchers to test: ``horovodrun``, and ``mpirun`` for a build with MPI."""
     loopback = loopback_interface() or "lo"
     horovodrun = os.path.join(sysconfig.get_path("scripts"), "horovodrun")
-    yield Launcher("horovodrun -np 2 --gloo", [horovodrun, "-np", "2", "--gloo", "--network-interfaces", loopback], {})
+    yield SmokeTestLauncher(
+        "horovodrun -np 2 --gloo", [horovodrun, "-np", "2", "--gloo", "--network-interfaces", loopback], {}
+    )
     if with_mpi:
-        if "Open" in (said_by_mpirun(environment) or ""):
+        if "Open" in (mpirun_version_output(environment) or ""):
             # Request two slots, because a host with one processor has one slot. Containers often run as root.
             options = ["--host", "localhost:2", "--bind-to", "none"]
             variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             variables["OMPI_MCA_btl_tcp_if_include"] = loopback
-            yield Launcher("mpirun -np 2", ["mpirun", "-np", "2", *options], variables)
+            yield SmokeTestLauncher("mpirun -np 2", ["mpirun", "-np", "2", *options], variables)
         else:
-            yield Launcher("mpirun -np 2", ["mpirun", "-np", "2", "-hosts", "localhost", "-iface", loopback], {})
+            yield SmokeTestLauncher(
+                "mpirun -np 2", ["mpirun", "-np", "2", "-hosts", "localhost", "-iface", loopback], {}
+            )
 
 
-def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _TIMEOUT_S) -> None:
+def run_smoke_test(launcher: SmokeTestLauncher, environment: dict[str, str], timeout_s: float = _TIMEOUT_S) -> None:
     """Runs an all-reduce of two ranks.
 
     Args:
@@ -67,9 +71,9 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
         timeout_s: Timeout in seconds.
 
     Raises:
-        ProofError: If the timeout expires, a rank fails, or the sum is wrong.
+        SmokeTestError: If the timeout expires, a rank fails, or the sum is wrong.
     """
-    program = [sys.executable, str(Path(__file__).with_name("proof_rank.py"))]
+    program = [sys.executable, str(Path(__file__).with_name("smoke_test_rank.py"))]
     # Drop variables of launchers and clusters, which would give the ranks wrong rank numbers.
     foreign = ("HOROVOD_", "OMPI_", "PMI", "PRTE")
     kept = {name: value for name, value in environment.items() if not name.startswith(foreign)}
@@ -85,7 +89,7 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
             start_new_session=True,
         )
     except OSError as error:
-        raise ProofError(f"{launcher.name} could not be started: {error}") from error
+        raise SmokeTestError(f"{launcher.name} could not be started: {error}") from error
     try:
         output, _ = process.communicate(timeout=timeout_s)
         ended = f"exited with exit code {process.returncode}"
@@ -95,7 +99,9 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
     finally:
         _end(process)
     if process.returncode != 0 or any(line not in output for line in EXPECTED):
-        raise ProofError(f"An all-reduce of two ranks through {launcher.name} {ended}. Its output:\n{output.strip()}")
+        raise SmokeTestError(
+            f"An all-reduce of two ranks through {launcher.name} {ended}. Its output:\n{output.strip()}"
+        )
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

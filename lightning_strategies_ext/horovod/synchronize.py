@@ -20,7 +20,7 @@ _PART = 0.05
 _LONGEST_PAUSE_S = 5e-3
 
 
-def wait_for(handle: Any) -> Any:
+def synchronize(handle: Any) -> Any:
     """Waits for an asynchronous operation.
 
     Args:

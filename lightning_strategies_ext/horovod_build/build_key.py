@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from dataclasses import asdict, dataclass
 
-from lightning_strategies_ext.horovod_build.fixes import REVISION
+from lightning_strategies_ext.horovod_build.patches import REVISION
 from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION
 
 
@@ -17,7 +17,7 @@ class BuildKey:
 
     Example::
 
-        key = BuildKey.here(torch="2.13.0+cpu", mpi="openmpi-5.0.11")
+        key = BuildKey.for_this_environment(torch="2.13.0+cpu", mpi="openmpi-5.0.11")
 
     Attributes:
         torch: Version of torch with the local part: a wheel for ``+cpu`` cannot be loaded with ``+cu130``.
@@ -26,7 +26,7 @@ class BuildKey:
         python: Tag of the interpreter.
         platform: System, machine, and C library, because different hosts may share a cache in a network home directory.
         horovod: Version of Horovod.
-        fixes: Revision of the fixes.
+        fixes: Revision of the patches; the name is part of the marker of built wheels.
     """
 
     torch: str
@@ -38,7 +38,7 @@ class BuildKey:
     fixes: int
 
     @classmethod
-    def here(cls, torch: str, mpi: str = "", nccl: str = "") -> "BuildKey":
+    def for_this_environment(cls, torch: str, mpi: str = "", nccl: str = "") -> "BuildKey":
         """Creates a key with the interpreter and platform of this process."""
         libc = "".join(platform.libc_ver())
         return cls(
