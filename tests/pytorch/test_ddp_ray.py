@@ -373,7 +373,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
     [
         ({"num_workers": 0}, ValueError, "num_workers=0"),
         ({"num_workers": 2.5}, TypeError, "num_workers"),
-        ({"num_cpus_per_worker": 0}, ValueError, "a worker computes"),
+        ({"num_cpus_per_worker": 0}, ValueError, "requires CPU time"),
         ({"num_cpus_per_worker": 1.5}, ValueError, "fractions only below 1"),
         ({"num_gpus_per_worker": -1}, ValueError, "negative"),
         ({"num_gpus_per_worker": 2}, ValueError, "one GPU"),

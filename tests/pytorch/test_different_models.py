@@ -44,11 +44,11 @@ class Different(MLP):
 
 
 SAID = {
-    "shape": ("parameter `net.0.weight` (float32, of shape (16, 8))", "`net.0.weight` (float32, of shape (17, 8))"),
-    "one more": ("nothing more", "parameter `more.weight` (float32, of shape (2, 2))"),
-    "dtype": ("`net.2.weight` (float32, of shape (3, 16))", "`net.2.weight` (float64, of shape (3, 16))"),
-    "frozen": ("`net.2.bias` (float32, of shape (3,))", "`net.2.bias` (float32, of shape (3,), without gradient)"),
-    "buffer": ("nothing more", "buffer `seen` (float32, of shape (3,))"),
+    "shape": ("parameter `net.0.weight` (float32, shape (16, 8))", "`net.0.weight` (float32, shape (17, 8))"),
+    "one more": ("nothing more", "parameter `more.weight` (float32, shape (2, 2))"),
+    "dtype": ("`net.2.weight` (float32, shape (3, 16))", "`net.2.weight` (float64, shape (3, 16))"),
+    "frozen": ("`net.2.bias` (float32, shape (3,))", "`net.2.bias` (float32, shape (3,), without gradient)"),
+    "buffer": ("nothing more", "buffer `seen` (float32, shape (3,))"),
     "name": ("`net.2.weight` (float32", "`net.3.weight` (float32"),
 }
 

@@ -289,7 +289,7 @@ def train_differently() -> str:
 def test_ranks_that_unfreeze_different_parameters_are_told():
     for message in run_ranks(train_differently):
         assert "rank 0 has the parameter `net.0.0.weight`" in message
-        assert "rank 1 has the parameter `net.0.0.weight` (float32, of shape (16, 8), without gradient)" in message
+        assert "rank 1 has the parameter `net.0.0.weight` (float32, shape (16, 8), without gradient)" in message
 
 
 def train_with_fabric(strategy: str, devices: int) -> State:
