@@ -25,15 +25,15 @@ from lightning_strategies_ext.arguments import (
     check_devices,
     check_plugins,
     check_start_method,
-    check_start_method_here,
+    check_start_method_interactive,
 )
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.checkpoints import AtomicCheckpointMixin
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.registry import RegistryMixin
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Float16, resolve_compression
@@ -54,7 +54,7 @@ from lightning_strategies_ext.torch_distributed.wrapping import (
 )
 
 
-class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
+class DDPStrategy(RegistryMixin, AtomicCheckpointMixin, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
     """Multi-process data parallelism under Fabric.
 
     Args:
@@ -153,7 +153,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         if len(self.parallel_devices) != len(devices):
             self._set_world_ranks()
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
-        check_start_method_here(self._start_method)
+        check_start_method_interactive(self._start_method)
         if self._start_method == "popen":
             self._launcher = FabricScriptLauncher(self)
         else:
@@ -189,7 +189,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         """Wraps a module in DDP.
 
         Raises:
-            DifferentModelsError: If another rank has a different module.
+            ModelMismatchError: If another rank has a different module.
             ValueError: If no parameter of the module requires a gradient.
         """
         if self._ddp_kwargs.get("init_sync", True):

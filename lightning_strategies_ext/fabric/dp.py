@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.checkpoints import AtomicCheckpointMixin
+from lightning_strategies_ext.registry import RegistryMixin
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -27,7 +27,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallelStrategy):
+class DataParallelStrategy(RegistryMixin, AtomicCheckpointMixin, FabricDataParallelStrategy):
     """Single-process data parallelism under Fabric.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_strategies_ext._lightning.samplers import share_orders
-from lightning_strategies_ext.arguments import name_of_barrier
+from lightning_strategies_ext.arguments import barrier_name
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 
@@ -35,7 +35,7 @@ class ForwardedCollectives:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits until all ranks have called it. An optional name is shown in the error if it fails."""
-        self.collectives.barrier(name_of_barrier(*args, **kwargs))
+        self.collectives.barrier(barrier_name(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether the decision is True on all ranks, or with ``all=False`` on any rank."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.checkpoints import AtomicCheckpointMixin
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.ending import EndsTogether
@@ -34,11 +34,11 @@ from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.registry import RegistryMixin
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
-class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricParallelStrategy):
+class HorovodStrategy(RegistryMixin, AtomicCheckpointMixin, ForwardedCollectives, EndsTogether, FabricParallelStrategy):
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:
@@ -176,7 +176,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         """Broadcasts rank 0's weights of a module, and starts the exchange of its gradients.
 
         Raises:
-            DifferentModelsError: If another rank has a different module.
+            ModelMismatchError: If another rank has a different module.
             ValueError: If no parameter of the module requires a gradient.
         """
         check_has_trainable_parameters(module)

@@ -23,7 +23,7 @@ from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
 from lightning_strategies_ext.elastic.torchrun_membership import TorchrunMembership
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 
 
 class DDPElasticStrategy(Elastic, DDPStrategy):
@@ -83,12 +83,12 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
 
     def _find_job(self) -> TorchrunJob:
         if sys.platform != "linux":
-            raise UnavailableHereError(
+            raise StrategyUnavailableError(
                 f"`strategy='{self.strategy_name}'` needs Linux, which can keep memory for others."
             )
         job = TorchrunJob.of_this_process()
         if job is None:
-            raise UnavailableHereError(
+            raise StrategyUnavailableError(
                 f"`strategy='{self.strategy_name}'`: torchrun has not started this process ({RUN_ID} is not set). Use"
                 " `torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py`, or"
                 " `strategy='ddp_spawn_elastic_ext'`, which needs no torchrun."

@@ -87,7 +87,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        UnavailableHereError: If Ray is not installed.
+        StrategyUnavailableError: If Ray is not installed.
         TypeError: If an argument is unknown or has the wrong type.
         ValueError: If a value or a combination of values is invalid.
 

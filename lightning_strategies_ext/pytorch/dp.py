@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.checkpoints import AtomicCheckpointMixin
+from lightning_strategies_ext.registry import RegistryMixin
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -42,7 +42,7 @@ T = TypeVar("T")
 @strategy_parts.refuse_compiled_module(
     "Pass the module that is not compiled, or use `strategy='ddp_ext'`, which trains compiled modules."
 )
-class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy):
+class DataParallelStrategy(RegistryMixin, AtomicCheckpointMixin, LightningParallelStrategy):
     """Single-process data parallelism.
 
     Args:

@@ -91,7 +91,7 @@ class Elastic(_Base):
         """Undoes changes of ``on_train_start`` hooks to a restored module, and exchanges gradients of added parameters.
 
         Raises:
-            DifferentModelsError: If the hooks have added different parameters on another rank.
+            ModelMismatchError: If the hooks have added different parameters on another rank.
         """
         super().on_train_start()
         if self._fit is None or self._world.local_collectives is not None:

@@ -37,13 +37,13 @@ from lightning_strategies_ext._lightning import (
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
+    barrier_name,
     check_devices,
     check_hang_timeout,
     check_no_old_names,
     check_plugins,
-    name_of_barrier,
 )
-from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.checkpoints import AtomicCheckpointMixin
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
@@ -52,7 +52,7 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.registry import RegistryMixin
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsController
@@ -63,7 +63,7 @@ T = TypeVar("T")
 _NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
 
 
-class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
+class ParallelStrategy(RegistryMixin, AtomicCheckpointMixin, LightningParallelStrategy, ABC):
     """Base class of the Trainer's multi-process strategies.
 
     Subclasses of Lightning's ``ParallelStrategy`` can derive from this class without changes. They implement the
@@ -291,7 +291,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             *args: Name of the barrier, for the error if it fails; further arguments are ignored.
             **kwargs: ``name``, an alternative to the first argument; others are ignored.
         """
-        self._answering.barrier(name_of_barrier(*args, **kwargs))
+        self._answering.barrier(barrier_name(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
