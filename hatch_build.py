@@ -27,10 +27,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PACKAGE = "lightning_strategies_ext"
-TWIN = f"{PACKAGE}.pytorch_lightning"
+MIRROR = f"{PACKAGE}.pytorch_lightning"
 _OTHER_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 #: They offer what other modules define, and would be counted among those.
-_FRONT_DOORS = (PACKAGE, f"{PACKAGE}.fabric")
+_EXPORTING_PACKAGES = (PACKAGE, f"{PACKAGE}.fabric")
 #: Names the kind of machine that a wheel is for.
 MACHINE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_FOR"
 _MACHINES = ("x86_64", "aarch64")
@@ -51,7 +51,7 @@ class WheelContents(BuildHookInterface[Any]):
         """Writes the modules, and has the wheel take them though version control does not; compiles the library."""
         root = Path(self.root)
         write(root, root)
-        build_data["artifacts"].append(f"/{TWIN.replace('.', '/')}/**/*.py")
+        build_data["artifacts"].append(f"/{MIRROR.replace('.', '/')}/**/*.py")
         # A copy in editable installs too, which otherwise only say where the checkout is.
         included = "force_include_editable" if version == "editable" else "force_include"
         build_data[included][str(root / PACKAGE / "autoload.py")] = f"{PACKAGE}_autoload.py"
@@ -113,7 +113,7 @@ def write(root: Path, target: Path) -> None:
         root: The directory that has the package.
         target: The same, or another one to write to.
     """
-    directory = target / TWIN.replace(".", "/")
+    directory = target / MIRROR.replace(".", "/")
     texts = twins(root)
     for path in directory.rglob("*.py"):
         if path.relative_to(directory) not in texts:
@@ -152,17 +152,17 @@ def rewritten(text: str, names: set[str], modules: set[str]) -> str:
     def module(match: re.Match[str]) -> str:
         parts = match[0].split(".")
         longest = next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules)
-        return TWIN + match[0].removeprefix(PACKAGE) if longest in names and longest != PACKAGE else match[0]
+        return MIRROR + match[0].removeprefix(PACKAGE) if longest in names and longest != PACKAGE else match[0]
 
     def imports(match: re.Match[str]) -> str:
         indent, source, imported = match.groups()
         each = [name.strip() for name in imported.strip("()").split(",") if name.strip()]
-        of_twin = [name for name in each if f"{source}.{name.partition(' ')[0]}" in names]
-        if not of_twin:
+        of_mirror = [name for name in each if f"{source}.{name.partition(' ')[0]}" in names]
+        if not of_mirror:
             return match[0]
-        others = [name for name in each if name not in of_twin]
+        others = [name for name in each if name not in of_mirror]
         lines = [f"{indent}from {source} import {', '.join(others)}"] if others else []
-        lines.append(f"{indent}from {TWIN}{source.removeprefix(PACKAGE)} import {', '.join(of_twin)}")
+        lines.append(f"{indent}from {MIRROR}{source.removeprefix(PACKAGE)} import {', '.join(of_mirror)}")
         return "\n".join(lines)
 
     imported = r"(\w.*|\([\w\s,]*\))"
@@ -179,7 +179,7 @@ def modules_of(root: Path) -> dict[str, Path]:
     modules = {}
     for path in (root / PACKAGE).rglob("*.py"):
         name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        if not f"{name}.".startswith(f"{TWIN}."):
+        if not f"{name}.".startswith(f"{MIRROR}."):
             modules[name] = path
     return modules
 
@@ -187,12 +187,14 @@ def modules_of(root: Path) -> dict[str, Path]:
 def knowing_lightning(modules: dict[str, Path]) -> set[str]:
     """The modules that import Lightning, or one of ours that does, and the packages that offer what is in them."""
     imported = {
-        name: imported_by(path.read_text(), modules) for name, path in modules.items() if name not in _FRONT_DOORS
+        name: imported_by(path.read_text(), modules)
+        for name, path in modules.items()
+        if name not in _EXPORTING_PACKAGES
     }
     names = {name for name, known in imported.items() if any(other.split(".")[0] == "lightning" for other in known)}
     while more := {name for name, known in imported.items() if known & names} - names:
         names |= more
-    return {*names, *_FRONT_DOORS}
+    return {*names, *_EXPORTING_PACKAGES}
 
 
 def imported_by(text: str, modules: Container[str]) -> set[str]:

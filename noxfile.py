@@ -85,7 +85,7 @@ def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
                 tests = Path(directory, "tests")
                 Path(directory).chmod(0o755)  # some tests run as another user
                 session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "lightning")
-                session.run("python", "-m", "tests.support.other_name", str(tests))
+                session.run("python", "-m", "tests.support.mirrored_repository", str(tests))
             try:
                 with session.chdir(tests):
                     session.run(

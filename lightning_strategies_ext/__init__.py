@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
-    from lightning_strategies_ext.exceptions import DifferentModelsError as DifferentModelsError
+    from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
-    from lightning_strategies_ext.exceptions import ResultsError as ResultsError
+    from lightning_strategies_ext.exceptions import ResultTransferError as ResultTransferError
+    from lightning_strategies_ext.exceptions import TooFewRanksError as TooFewRanksError
     from lightning_strategies_ext.exceptions import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.exceptions import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.exceptions import WorkerRaisedError as WorkerRaisedError
-    from lightning_strategies_ext.exceptions import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_elastic import DDPElasticStrategy as DDPElasticStrategy
     from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy as DDPRayStrategy
@@ -71,21 +71,27 @@ _EXPORTS = {
     "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
-    "DifferentModelsError": "lightning_strategies_ext.exceptions",
+    "ModelMismatchError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",
-    "ResultsError": "lightning_strategies_ext.exceptions",
+    "ResultTransferError": "lightning_strategies_ext.exceptions",
     "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
     "UnevenInputsError": "lightning_strategies_ext.exceptions",
     "WorkerDiedError": "lightning_strategies_ext.exceptions",
     "WorkerRaisedError": "lightning_strategies_ext.exceptions",
     "WorldSizePolicy": "lightning_strategies_ext.elastic.policy",
-    "WorldTooSmallError": "lightning_strategies_ext.exceptions",
+    "TooFewRanksError": "lightning_strategies_ext.exceptions",
     "scale_learning_rates": "lightning_strategies_ext.elastic.policy",
 }
 
+_RENAMED = {
+    "DifferentModelsError": "ModelMismatchError",
+    "ResultsError": "ResultTransferError",
+    "WorldTooSmallError": "TooFewRanksError",
+}
+
 __all__ = [*_EXPORTS, "__version__"]
-__getattr__, __dir__ = lazy_names(__name__, _EXPORTS, ("__version__",))
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS, ("__version__",), _RENAMED)
 
 # An explicit import registers the names if torch's autoload is disabled; otherwise the call is a no-op.
 discovery.install()

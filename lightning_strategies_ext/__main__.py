@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_strategies_ext import discovery, names
+from lightning_strategies_ext import discovery, lightning_names
 from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
 from lightning_strategies_ext.registry import COMPRESSIONS
 
@@ -57,25 +57,25 @@ def examine(console: Console, *, as_json: bool = False) -> int:
     Returns:
         1 if a strategy has an error, or if a malicious release of Lightning is installed; otherwise 0.
     """
-    doctor: Any = import_module(names.in_use().path("lightning_strategies_ext.doctor"))
+    doctor: Any = import_module(lightning_names.current_name().path("lightning_strategies_ext.doctor"))
     malicious = discovery.find_malicious_releases()
     findings = [] if malicious else list(doctor.examine())
-    found = doctor.facts()
+    found = doctor.environment_info()
     if as_json:
         strategies = [asdict(finding) for finding in findings]
-        print(json.dumps({"facts": found, "malicious": malicious, "strategies": strategies}, indent=2))  # noqa: T201
+        print(json.dumps({"environment": found, "malicious": malicious, "strategies": strategies}, indent=2))  # noqa: T201
     else:
-        _print_facts(console, found)
+        _print_environment(console, found)
         if malicious:
             console.print(f"\n[bold red]{escape(discovery.describe_malicious_releases(malicious))}")
         else:
-            _print_strategies(console, doctor.families(findings))
-    return int(bool(malicious) or any(finding.is_fault for finding in findings))
+            _print_strategies(console, doctor.group_variants(findings))
+    return int(bool(malicious) or any(finding.is_error for finding in findings))
 
 
-def _print_facts(console: Console, facts: dict[str, str]) -> None:
+def _print_environment(console: Console, environment: dict[str, str]) -> None:
     here = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in facts.items():
+    for name, value in environment.items():
         here.add_row(f"[bold]{name}", escape(value))
     console.print(here)
 

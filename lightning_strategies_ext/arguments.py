@@ -14,7 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from typing_extensions import ParamSpec
 
 from lightning_strategies_ext.launch.processes.process_settings import is_interactive
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 
 P = ParamSpec("P")
 
@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_HANG_TIMEOUT = timedelta(minutes=5)
 
 
-def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
+def barrier_name(*args: Any, **kwargs: Any) -> str | None:
     """Returns the name among the arguments of ``barrier(*args, **kwargs)``, or None."""
     name = kwargs.get("name", args[0] if args else None)
     return None if name is None else str(name)
@@ -115,20 +115,20 @@ def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any
             raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
 
 
-def check_not_interactive(way: str) -> None:
+def check_not_interactive(argument: str) -> None:
     """Rejects, in a notebook or at a prompt, a start method that requires a script.
 
     Lightning rejects it too, but later, and recommends its own strategy.
 
     Args:
-        way: Argument that selects the start method, as the user writes it.
+        argument: Argument that selects the start method, as the user writes it.
 
     Raises:
         RuntimeError: If this process is a notebook, a prompt, or ``python -i``.
     """
     if is_interactive():
         raise RuntimeError(
-            f"{way} does not work in a notebook or at a prompt, because new processes would run a script. Use"
+            f"{argument} does not work in a notebook or at a prompt, because new processes would run a script. Use"
             " `strategy='ddp_spawn_ext'`, which sends the definitions of the notebook to worker processes,"
             " `strategy='ddp_notebook_ext'`, which forks worker processes, or `strategy='dp_ext'`, which starts no"
             " process; or run a script."
@@ -167,11 +167,11 @@ def check_start_method(start_method: str) -> None:
     """Rejects a start method that is unknown or that this platform does not support.
 
     Raises:
-        UnavailableHereError: If this system cannot pass open files to workers.
+        StrategyUnavailableError: If this system cannot pass open files to workers.
         ValueError: If the start method is unknown or unsupported.
     """
     if start_method in ("spawn", "fork", "forkserver") and not hasattr(socket, "send_fds"):
-        raise UnavailableHereError(
+        raise StrategyUnavailableError(
             f"`start_method={start_method!r}` passes open files to workers over Unix sockets, which"
             f" {platform.system()} does not support. Use `strategy='ddp_ext'`, which runs the script once per device."
         )
@@ -182,7 +182,7 @@ def check_start_method(start_method: str) -> None:
         )
 
 
-def check_start_method_here(start_method: str) -> None:
+def check_start_method_interactive(start_method: str) -> None:
     """Rejects, in a notebook or at a prompt, a start method that requires a script.
 
     Raises:

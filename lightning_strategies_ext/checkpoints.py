@@ -29,7 +29,7 @@ from lightning_strategies_ext._system.gpu_sync import synchronize_gpu
 _WHOLE = ".whole"
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoint plugin with atomic writes."""
 
     @override
@@ -54,26 +54,26 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return
         target = Path(local)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _put_in_place(target) as file:
+        with _atomic_write(target) as file:
             torch.save(checkpoint, file)
 
 
 def _get(strategy: Any) -> CheckpointIO:
     """Plugin that writes and reads checkpoints."""
-    plugin: CheckpointIO = strategy_parts.checkpoint_io_of(strategy, WholeCheckpointIO)
+    plugin: CheckpointIO = strategy_parts.checkpoint_io_of(strategy, AtomicCheckpointIO)
     return plugin
 
 
-#: Property of strategies that makes :class:`WholeCheckpointIO` the default plugin.
-whole_checkpoint_io = property(_get, strategy_parts.set_checkpoint_io)
+#: Property of strategies that makes :class:`AtomicCheckpointIO` the default plugin.
+atomic_checkpoint_io = property(_get, strategy_parts.set_checkpoint_io)
 
 
 @contextmanager
-def _put_in_place(path: Path) -> Iterator[IO[bytes]]:
+def _atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that replaces ``path`` at the end of the block, unless the block raises."""
     # Other users may create files in the directory, so they must not be able to predict the name.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = _open_nameless(path.parent)
+    descriptor = _open_unnamed(path.parent)
     if descriptor is None:
         # Limitation: if the process is killed, the incomplete file remains under this name.
         descriptor, has_name = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -96,7 +96,7 @@ def _put_in_place(path: Path) -> Iterator[IO[bytes]]:
     _make_durable(path.parent)
 
 
-def _open_nameless(directory: Path) -> int | None:
+def _open_unnamed(directory: Path) -> int | None:
     """Opens a file without a name, which the kernel deletes when its process exits; returns None if unsupported."""
     if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").exists():
         return None

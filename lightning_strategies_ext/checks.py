@@ -4,13 +4,13 @@ import sys
 from typing import Any
 
 
-def check_whole_number(name: str, value: Any, least: int) -> int:
+def check_int(name: str, value: Any, minimum: int) -> int:
     """Returns an integer argument if it is valid.
 
     Args:
         name: Name of the argument.
         value: Value that the user passed.
-        least: Minimum.
+        minimum: Minimum.
 
     Raises:
         TypeError: If the value is not an integer.
@@ -18,8 +18,8 @@ def check_whole_number(name: str, value: Any, least: int) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}={value}` must be at least {least}.")
+    if value < minimum:
+        raise ValueError(f"`{name}={value}` must be at least {minimum}.")
     return value
 
 

@@ -11,7 +11,8 @@ torch``.
 ``import torch`` and ``import lightning`` never fail because of this module. It reports an error once on standard error.
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables torch's call; then ``import lightning_strategies_ext`` registers the names.
 
-Other packages can register strategies the same way, through entry-point groups of this package (see :data:`GROUPS`)::
+Other packages can register strategies the same way, through entry-point groups of this package (see
+:data:`ENTRY_POINT_GROUPS`)::
 
     [project.entry-points."lightning.pytorch.strategies"]
     my_strategy = "my_package.strategies:MyStrategy"
@@ -30,7 +31,7 @@ from typing import Any
 
 #: Module with a registry, which is also the entry-point group for third parties → (name of the registry, front end,
 #: package of the strategies for it).
-GROUPS = {
+ENTRY_POINT_GROUPS = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "lightning_strategies_ext"),
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext.pytorch_lightning"),
@@ -64,15 +65,17 @@ def install() -> None:
     _installed = True
     try:
         if malicious := find_malicious_releases():
-            _say(f"no strategy is registered: {describe_malicious_releases(malicious)}")
+            _print_notice(f"no strategy is registered: {describe_malicious_releases(malicious)}")
             return
         from wrapt import register_post_import_hook
 
-        register_post_import_hook(name_backend, BACKENDS)
-        for module_name in GROUPS:
+        register_post_import_hook(register_shm_backend, BACKENDS)
+        for module_name in ENTRY_POINT_GROUPS:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:
-        _say(f"its strategies could not be registered ({type(error).__name__}: {error}). Reinstall the package.")
+        _print_notice(
+            f"its strategies could not be registered ({type(error).__name__}: {error}). Reinstall the package."
+        )
 
 
 @cache
@@ -113,7 +116,7 @@ def describe_malicious_releases(found: dict[str, str]) -> str:
 
 
 def lazy_names(
-    package: str, modules: dict[str, str], further: tuple[str, ...] = ()
+    package: str, modules: dict[str, str], further: tuple[str, ...] = (), renamed: dict[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns functions ``__getattr__`` and ``__dir__`` of a package, which import names for the Lightning in use.
 
@@ -121,36 +124,39 @@ def lazy_names(
         package: Name of the package.
         modules: Exported name → module that defines it.
         further: Names that the package itself defines.
+        renamed: Name in earlier versions → current name. An import of the former raises an error with the latter.
     """
 
     def getattr_(name: str) -> Any:
+        if renamed is not None and name in renamed:  # not an AttributeError, whose message `from ... import` replaces
+            raise ImportError(f"`{package}.{name}` was renamed. Use `{renamed[name]}`.")
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        from lightning_strategies_ext import names
+        from lightning_strategies_ext import lightning_names
 
-        is_twin = package.startswith(names.TWIN)
-        if not is_twin and (other := names.in_use()) is not names.LIGHTNING:
+        is_mirror = package.startswith(lightning_names.MIRROR)
+        if not is_mirror and (other := lightning_names.current_name()) is not lightning_names.LIGHTNING:
             return getattr(other.load(package), name)
-        return getattr(names.LIGHTNING.load(modules[name]), name)
+        return getattr(lightning_names.LIGHTNING.load(modules[name]), name)
 
     return getattr_, lambda: sorted((*modules, *further))
 
 
-def name_backend(module: ModuleType) -> None:
+def register_shm_backend(module: ModuleType) -> None:
     """Registers the backend ``shm`` with torch.distributed. Never raises."""
     try:
         from lightning_strategies_ext import shm
 
         shm.register(module.Backend)
     except Exception as error:
-        _say(
+        _print_notice(
             f"the backend 'shm' could not be registered ({type(error).__name__}: {error}). Install torch 2.5 or later."
         )
 
 
 def fill_registry(module: ModuleType) -> None:
     """Registers this package's strategies, then other packages', in the registry of ``module``. Never raises."""
-    registry_name, front_end, package = GROUPS[module.__name__]
+    registry_name, front_end, package = ENTRY_POINT_GROUPS[module.__name__]
     try:
         from lightning_strategies_ext import registry
 
@@ -160,7 +166,7 @@ def fill_registry(module: ModuleType) -> None:
             _register_third_party(strategies, entry_point)
         _check_version(module.__name__.partition(".")[0])
     except Exception as error:
-        _say(
+        _print_notice(
             f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error})."
             " Install Lightning 2.5 or 2.6."
         )
@@ -175,7 +181,7 @@ def _check_version(package: str) -> None:
     version = str(getattr(sys.modules[package], "__version__", ""))
     if version and not version.startswith(("2.5.", "2.6.")) and not _has_checked_version:
         _has_checked_version = True
-        _say(
+        _print_notice(
             f"this version supports Lightning 2.5 and 2.6, but {package} {version} is installed. Install a"
             " supported version."
         )
@@ -208,12 +214,12 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
             description=f"Registered by the package {owner}",
         )
     except Exception as error:
-        _say(
+        _print_notice(
             f"the strategy {entry_point.name!r} = {entry_point.value!r} of the package {owner} is not available:"
             f" {error}. Reinstall or uninstall that package."
         )
 
 
-def _say(message: str) -> None:
+def _print_notice(message: str) -> None:
     # Not `warnings.warn`: under `-W error` a warning would raise in the user's `import torch`.
     print(f"lightning-strategies-ext: {message}", file=sys.stderr)  # noqa: T201

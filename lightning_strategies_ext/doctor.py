@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lightning_strategies_ext import discovery, names
+from lightning_strategies_ext import discovery, lightning_names
 from lightning_strategies_ext.registry import (
     COMPRESSIONS,
     FABRIC,
     PYTORCH,
     STRATEGIES,
     LazyStrategy,
-    UnavailableHereError,
+    StrategyUnavailableError,
 )
 
 _ABSENT = "not installed"
@@ -29,7 +29,7 @@ _VARIANT = re.compile(f"_(find_unused_parameters_(true|false)|{'|'.join(COMPRESS
 
 
 @dataclass(frozen=True)
-class Finding:
+class StrategyCheck:
     """Result for one strategy name.
 
     Attributes:
@@ -37,17 +37,17 @@ class Finding:
         front_ends: Front ends in which the name is registered: "Trainer", "Fabric".
         engine: Engine of the strategy's collectives.
         problem: Reason why the strategy cannot run here; None if it can.
-        is_fault: Whether the problem is an error; a missing optional requirement is not.
+        is_error: Whether the problem is an error; a missing optional requirement is not.
     """
 
     name: str
     front_ends: tuple[str, ...]
     engine: str
     problem: str | None
-    is_fault: bool = False
+    is_error: bool = False
 
 
-def facts() -> dict[str, str]:
+def environment_info() -> dict[str, str]:
     """Returns installed software and available hardware: name → description.
 
     If a malicious release of Lightning is installed, it returns only versions from metadata.
@@ -81,7 +81,7 @@ def _fact_or_reason(look: Callable[[], str], known: str | None) -> str:
         return f"{f'{known}; more is ' if known else ''}unknown ({type(error).__name__}: {error})"
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[StrategyCheck]:
     """Examines every registered name of this package, and of other packages that use its entry points.
 
     If Lightning cannot be imported, no strategy can run, and each finding contains the reason.
@@ -90,7 +90,7 @@ def examine() -> Iterator[Finding]:
         ImportError: If a malicious release of Lightning is installed.
     """
     registered: dict[str, dict[str, Any]] = {}
-    flavor = names.name_of(__name__)
+    flavor = lightning_names.name_for_module(__name__)
     try:
         pytorch_strategies: Any = flavor.import_module(f"{flavor.trainer}.strategies")
         fabric_strategies: Any = flavor.import_module(f"{flavor.fabric}.strategies")
@@ -102,7 +102,7 @@ def examine() -> Iterator[Finding]:
             problem_of_all = str(error)
         for row in STRATEGIES:
             front_ends = tuple(_FRONT_ENDS[front_end] for front_end in row.classes)
-            yield Finding(row.name, front_ends, row.engine, problem_of_all, is_fault=True)
+            yield StrategyCheck(row.name, front_ends, row.engine, problem_of_all, is_error=True)
         return
     registries = (("Trainer", pytorch_strategies.StrategyRegistry), ("Fabric", fabric_strategies.STRATEGY_REGISTRY))
     for front_end, registry in registries:
@@ -113,18 +113,18 @@ def examine() -> Iterator[Finding]:
     for name, entries in registered.items():
         problem = next((found for entry in entries.values() if (found := _problem(entry))), None)
         owner = next(iter(entries.values()))["strategy"].owner
-        is_fault = problem is not None and not isinstance(problem, UnavailableHereError)
+        is_error = problem is not None and not isinstance(problem, StrategyUnavailableError)
         message = None if problem is None else str(problem)
-        yield Finding(name, tuple(entries), engines.get(name, f"(package {owner})"), message, is_fault)
+        yield StrategyCheck(name, tuple(entries), engines.get(name, f"(package {owner})"), message, is_error)
     for name in sorted(engines.keys() - registered.keys()):
         message = "not registered: another package took the name, or discovery failed"
-        yield Finding(name, (), engines[name], message, is_fault=True)
+        yield StrategyCheck(name, (), engines[name], message, is_error=True)
 
 
-def families(findings: list[Finding]) -> dict[Finding, bool]:
+def group_variants(findings: list[StrategyCheck]) -> dict[StrategyCheck, bool]:
     """Returns the findings without variants equal to their base strategy: finding → whether it has such variants."""
     by_name = {finding.name: finding for finding in findings}
-    has_variants: dict[Finding, bool] = {}
+    has_variants: dict[StrategyCheck, bool] = {}
     for finding in findings:
         base = by_name.get(_VARIANT.sub("", finding.name), finding)
         is_variant = base != finding and replace(finding, name=base.name, front_ends=base.front_ends) == base

@@ -12,7 +12,7 @@ class UnevenInputsError(RuntimeError):
     """The ranks have different numbers of batches, with ``uneven_inputs="error"``."""
 
 
-class DifferentModelsError(ValueError):
+class ModelMismatchError(ValueError):
     """The ranks have different models; the message contains the first difference. Raised on every rank."""
 
 
@@ -20,15 +20,15 @@ class RankFailedError(RuntimeError):
     """Another rank has failed, so this rank stops; the message contains the rank, its step, and the reason.
 
     Attributes:
-        is_stuck: Whether the other rank hangs, so that it has to be killed.
+        is_hang: Whether the other rank hangs, so that it has to be killed.
     """
 
-    def __init__(self, message: str, is_stuck: bool = False) -> None:
+    def __init__(self, message: str, is_hang: bool = False) -> None:
         super().__init__(message)
-        self.is_stuck = is_stuck
+        self.is_hang = is_hang
 
 
-class WorldTooSmallError(RuntimeError):
+class TooFewRanksError(RuntimeError):
     """Fewer ranks remain than elastic training requires; the message contains the path of the saved state."""
 
 
@@ -74,5 +74,5 @@ class WorkerDiedError(ProcessExitedException):
         self.error_pid = error_pid
 
 
-class ResultsError(RuntimeError):
+class ResultTransferError(RuntimeError):
     """``fit`` has finished, but its results could not be transferred; the message contains the path of the state."""

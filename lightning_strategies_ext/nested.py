@@ -42,7 +42,7 @@ def labels_of(collection: Any) -> list[str]:
     return [f".{name}" for name in names_of_fields(collection)]
 
 
-def rebuilt(collection: Any, parts: list[Any]) -> Any:
+def rebuild(collection: Any, parts: list[Any]) -> Any:
     """Returns a collection of the same type, with the same keys or fields, and with the given parts."""
     if isinstance(collection, list):
         return parts
@@ -51,7 +51,7 @@ def rebuilt(collection: Any, parts: list[Any]) -> Any:
     result = copy.copy(collection)  # keeps the attributes of a subclass
     if isinstance(collection, MAPPINGS):
         if not isinstance(collection, dict):
-            give_own_store(result)
+            copy_item_store(result)
         for key, part in zip(collection, parts, strict=True):
             result[key] = part
         return result
@@ -60,7 +60,7 @@ def rebuilt(collection: Any, parts: list[Any]) -> Any:
     return result
 
 
-def identity_of(cls: type) -> Hashable:
+def class_identity(cls: type) -> Hashable:
     """Returns a key that is equal for copies of one class that the same statement has created on ranks or replicas."""
     return cls.__module__, cls.__qualname__, getattr(cls, "_fields", None)
 
@@ -75,7 +75,7 @@ def names_of_fields(instance: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(instance) if hasattr(instance, field.name)]
 
 
-def give_own_store(mapping: Any) -> None:
+def copy_item_store(mapping: Any) -> None:
     """Copies the dicts in which a mapping stores its items; after ``copy.copy`` it shares them with the original."""
     attributes = getattr(mapping, "__dict__", {})
     for name, value in attributes.items():

@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from lightning_strategies_ext.names import LIGHTNING, PACKAGE, PYTORCH_LIGHTNING, Name, name_of
+from lightning_strategies_ext.lightning_names import (
+    LIGHTNING,
+    PACKAGE,
+    PYTORCH_LIGHTNING,
+    LightningName,
+    name_for_module,
+)
 
 
-class UnavailableHereError(RuntimeError):
+class StrategyUnavailableError(RuntimeError):
     """An optional requirement of a strategy is missing on this system; not an error of the installation."""
 
 
-class EngineNotInstalledError(UnavailableHereError):
+class EngineNotInstalledError(StrategyUnavailableError):
     """The engine of a strategy is not installed."""
 
 
@@ -49,7 +55,7 @@ _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.pytorch.ddp_spa
 
 
 @dataclass(frozen=True)
-class NamedStrategy:
+class StrategyEntry:
     """One row: a name that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` accept.
 
     Attributes:
@@ -67,7 +73,7 @@ class NamedStrategy:
     init_params: dict[str, Any] = field(default_factory=dict)
 
 
-def _ddp_family() -> Iterator[NamedStrategy]:
+def _ddp_family() -> Iterator[StrategyEntry]:
     for base, classes, start_method, how in (
         ("ddp_ext", _DDP_CLASS, "popen", "one process per device, each of which runs the script"),
         ("ddp_spawn_ext", _SPAWN_CLASS, "forkserver", "worker processes, results returned"),
@@ -75,9 +81,9 @@ def _ddp_family() -> Iterator[NamedStrategy]:
         ("ddp_notebook_ext", _SPAWN_CLASS, "fork", "worker processes forked from a notebook, results returned"),
     ):
         init_params: dict[str, Any] = {"start_method": start_method}
-        yield NamedStrategy(base, classes, "torch.distributed", f"DDP in {how}", init_params)
+        yield StrategyEntry(base, classes, "torch.distributed", f"DDP in {how}", init_params)
         for value in (True, False):
-            yield NamedStrategy(
+            yield StrategyEntry(
                 f"{base}_find_unused_parameters_{str(value).lower()}",
                 classes,
                 "torch.distributed",
@@ -86,7 +92,7 @@ def _ddp_family() -> Iterator[NamedStrategy]:
             )
         if base in ("ddp_ext", "ddp_spawn_ext"):
             for compression, (faces, what) in COMPRESSIONS.items():
-                yield NamedStrategy(
+                yield StrategyEntry(
                     f"{base}_{compression}",
                     {face: classes[face] for face in faces},
                     "torch.distributed",
@@ -96,53 +102,53 @@ def _ddp_family() -> Iterator[NamedStrategy]:
 
 
 #: All strategies. The names that Lightning 2 has dropped are last, and only for the front end without such a strategy.
-STRATEGIES: tuple[NamedStrategy, ...] = (
+STRATEGIES: tuple[StrategyEntry, ...] = (
     *_ddp_family(),
-    NamedStrategy(
+    StrategyEntry(
         "ddp_spawn_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn_elastic:DDPSpawnElasticStrategy"},
         "torch.distributed",
         "elastic DDP in worker processes; a worker that exits during fit is replaced",
         {"start_method": "forkserver"},
     ),
-    NamedStrategy(
+    StrategyEntry(
         "ddp_ray_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray:DDPRayStrategy"},
         "torch.distributed",
         "DDP in workers on a Ray cluster, results returned",
     ),
-    NamedStrategy(
+    StrategyEntry(
         "ddp_ray_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray_elastic:DDPRayElasticStrategy"},
         "torch.distributed",
         "elastic DDP in workers on a Ray cluster; a lost worker or host is replaced during fit",
     ),
-    NamedStrategy(
+    StrategyEntry(
         "ddp_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
         "torch.distributed",
         "elastic DDP under torchrun; fit continues from memory after torchrun has restarted the ranks",
     ),
-    NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP in one process, with a replica of the module on each device"),
-    NamedStrategy(
+    StrategyEntry("dp_ext", _DP_CLASS, "threads", "DP in one process, with a replica of the module on each device"),
+    StrategyEntry(
         "horovod_ext",
         _HOROVOD_CLASS,
         "Horovod",
         "DDP over Horovod, started by horovodrun, by mpirun, or by the strategy",
     ),
-    NamedStrategy(
+    StrategyEntry(
         "horovod_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.horovod_elastic:HorovodElasticStrategy"},
         "Horovod",
         "elastic DDP over Horovod, under horovodrun with a discovery script",
     ),
-    NamedStrategy(
+    StrategyEntry(
         "dp",
         {PYTORCH: "lightning_strategies_ext.pytorch.dp:legacy_dp"},
         "threads",
         "the name of `dp_ext` in Lightning 1",
     ),
-    NamedStrategy(
+    StrategyEntry(
         "horovod",
         {PYTORCH: "lightning_strategies_ext.pytorch.horovod:legacy_horovod"},
         "Horovod",
@@ -152,7 +158,7 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
 
 
 #: Front end → its name in messages, and the subpackage from which its classes are imported.
-_FACES = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
+_FRONT_ENDS = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
 
 
 def register_class(strategy_class: type, strategy_registry: Any) -> None:
@@ -170,9 +176,9 @@ def describe(strategy: object) -> str:
     """
     for kind in type(strategy).__mro__:
         for row in STRATEGIES:
-            for here in _FACES:
+            for here in _FRONT_ENDS:
                 if row.classes.get(here) == _path_for_lightning(kind):
-                    return f"{object.__repr__(strategy)[:-1]}, {_whose(row, here, name_of(kind.__module__))}>"
+                    return f"{object.__repr__(strategy)[:-1]}, {_whose(row, here, name_for_module(kind.__module__))}>"
     return object.__repr__(strategy)
 
 
@@ -186,21 +192,22 @@ def name_with(strategy_class: type, **init_params: Any) -> str | None:
 def _path_for_lightning(strategy_class: type) -> str:
     """Returns ``"module:Class"`` of a class or, for a class of `pytorch_lightning`, of its counterpart."""
     module = strategy_class.__module__
-    return f"{PACKAGE}{module.removeprefix(name_of(module).ours)}:{strategy_class.__qualname__}"
+    return f"{PACKAGE}{module.removeprefix(name_for_module(module).package_for_it)}:{strategy_class.__qualname__}"
 
 
-def _whose(row: NamedStrategy, here: str, name: Name) -> str:
+def _whose(row: StrategyEntry, here: str, name: LightningName) -> str:
     """Returns the front end of a class, and the code for the other front ends that this process can use."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
     names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
     package_of = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
-    said = [f"for {_FACES[here][0]}{package_of[name]}."]
+    said = [f"for {_FRONT_ENDS[here][0]}{package_of[name]}."]
     for other in names:
-        for there, (front_end, source) in _FACES.items():
+        for there, (front_end, source) in _FRONT_ENDS.items():
             if there in row.classes and (there, other) != (here, name):
                 kind = row.classes[there].rpartition(":")[2]
                 said.append(
-                    f"For {front_end}{package_of[other]}: from {other.ours}{source} import {kind}; {kind}({arguments})"
+                    f"For {front_end}{package_of[other]}: from {other.package_for_it}{source} import {kind};"
+                    f" {kind}({arguments})"
                 )
     return " ".join(said)
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_strategies_ext import DataParallelStrategy, DDPSpawnStrategy, DDPStrategy, checkpoints, fabric
-from lightning_strategies_ext.checkpoints import WholeCheckpointIO
+from lightning_strategies_ext.checkpoints import AtomicCheckpointIO
 from tests.support.models import MLP, loader
 
 NUMEL = 500_000
@@ -94,15 +94,15 @@ def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 
 @pytest.mark.timeout(900)
 def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
     path = tmp_path / "last.ckpt"
-    assert kill_while_saving(WholeCheckpointIO(), path, NUM_KILLS) == 0
-    WholeCheckpointIO().save_checkpoint(numbered(0), path)
+    assert kill_while_saving(AtomicCheckpointIO(), path, NUM_KILLS) == 0
+    AtomicCheckpointIO().save_checkpoint(numbered(0), path)
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 @pytest.mark.processes
 def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(os, "O_TMPFILE")
-    assert kill_while_saving(WholeCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
+    assert kill_while_saving(AtomicCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
 
 
 @pytest.mark.processes
@@ -184,7 +184,7 @@ def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, 
         replace = os.replace
         for number in range(3):
             checkpoints.os.replace = lambda old, new: (names.add(Path(old).name), replace(old, new))
-            WholeCheckpointIO().save_checkpoint(numbered(number), path)
+            AtomicCheckpointIO().save_checkpoint(numbered(number), path)
         os._exit(7 if len(names) == 3 else 1)
 
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
@@ -209,14 +209,14 @@ def test_what_a_process_has_left_that_was_killed_before_it_replaced_is_removed_b
         pytest.skip("all files have names on this system, and what a killed process leaves stays")
     (tmp_path / ".last.ckpt.01234567.whole").touch()
     (tmp_path / ".other.ckpt.01234567.whole").touch()  # its process may be about to replace
-    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "last.ckpt")
+    AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "last.ckpt")
     assert sorted(os.listdir(tmp_path)) == [".other.ckpt.01234567.whole", "last.ckpt"]
 
 
 def write_much(path: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    WholeCheckpointIO().save_checkpoint(numbered(2), path)
+    AtomicCheckpointIO().save_checkpoint(numbered(2), path)
 
 
 @pytest.mark.processes
@@ -225,7 +225,7 @@ def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names:
     if has_names:
         monkeypatch.delattr(os, "O_TMPFILE")
     path = tmp_path / "last.ckpt"
-    WholeCheckpointIO().save_checkpoint(numbered(1), path)
+    AtomicCheckpointIO().save_checkpoint(numbered(1), path)
     pid = os.fork()
     if pid == 0:
         try:
@@ -234,24 +234,24 @@ def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names:
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert WholeCheckpointIO().load_checkpoint(path)["number"] == 1
+    assert AtomicCheckpointIO().load_checkpoint(path)["number"] == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
     before = os.umask(0o027)
     try:
-        WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "new" / "a.ckpt")
+        AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "new" / "a.ckpt")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new" / "a.ckpt").stat().st_mode) == 0o640
 
 
 def test_what_is_no_file_of_this_host_is_lightnings():
-    WholeCheckpointIO().save_checkpoint({"number": 3}, "memory://checkpoints/a.ckpt")
-    assert WholeCheckpointIO().load_checkpoint("memory://checkpoints/a.ckpt") == {"number": 3}
+    AtomicCheckpointIO().save_checkpoint({"number": 3}, "memory://checkpoints/a.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint("memory://checkpoints/a.ckpt") == {"number": 3}
     with pytest.raises(TypeError, match="storage_options"):
-        WholeCheckpointIO().save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+        AtomicCheckpointIO().save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
 
 
 STRATEGIES = [DDPStrategy, DDPSpawnStrategy, DataParallelStrategy, fabric.DDPStrategy, fabric.DataParallelStrategy]
@@ -259,12 +259,12 @@ STRATEGIES = [DDPStrategy, DDPSpawnStrategy, DataParallelStrategy, fabric.DDPStr
 
 @pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}")
 def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
-    assert isinstance(kind().checkpoint_io, WholeCheckpointIO)
+    assert isinstance(kind().checkpoint_io, AtomicCheckpointIO)
     io = TorchCheckpointIO()
     assert kind(checkpoint_io=io).checkpoint_io is io
     around = AsyncCheckpointIO()
     assert kind(checkpoint_io=around).checkpoint_io is around
-    assert isinstance(around.checkpoint_io, WholeCheckpointIO)
+    assert isinstance(around.checkpoint_io, AtomicCheckpointIO)
     around = AsyncCheckpointIO(io)
     assert kind(checkpoint_io=around).checkpoint_io.checkpoint_io is io
     strategy = kind()
@@ -277,5 +277,5 @@ def test_all_that_has_a_name_has_been_whole(tmp_path: Path, monkeypatch: pytest.
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(checkpoints.os, "fsync", lambda descriptor: (order.append("fsync"), fsync(descriptor)))
     monkeypatch.setattr(checkpoints.os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
-    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "a.ckpt")
+    AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "a.ckpt")
     assert order == ["fsync", "replace", "fsync"]

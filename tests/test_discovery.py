@@ -208,7 +208,7 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
     ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
-    modules = ("discovery", "names", "registry", "shm")
+    modules = ("discovery", "lightning_names", "registry", "shm")
     assert ours == {PACKAGE, AUTOLOAD, *(f"{PACKAGE}.{name}" for name in modules)}
 
 
@@ -361,16 +361,16 @@ print(json.dumps(sorted(strategies.StrategyRegistry)))
 
 
 def findings_of(environment: Environment, *command: str, returncode: int) -> tuple[dict[str, str], dict[str, dict]]:
-    """What the doctor prints for machines: facts, and strategies by name."""
+    """What the doctor prints for machines: the environment, and strategies by name."""
     result = environment.run("-m", PACKAGE, *command, "--json")
     assert result.returncode == returncode, result.stdout + result.stderr
     found = json.loads(result.stdout)
-    return found["facts"], {strategy["name"]: strategy for strategy in found["strategies"]}
+    return found["environment"], {strategy["name"]: strategy for strategy in found["strategies"]}
 
 
 @pytest.mark.processes
 def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wheel_install: Environment) -> None:
-    facts, shown = findings_of(wheel_install, returncode=0)
+    environment, shown = findings_of(wheel_install, returncode=0)
     assert list(shown) == [strategy.name for strategy in STRATEGIES]
     for strategy in STRATEGIES:
         found = shown[strategy.name]
@@ -385,10 +385,10 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
             assert command in found["problem"]
         else:
             assert found["problem"] is None
-        assert not found["is_fault"]
-    assert facts["torch"].startswith(torch.__version__)
-    assert "compiled native library" in facts["shm"]  # their source is in the wheel
-    assert "there is no launcher" in facts["ranks here"]
+        assert not found["is_error"]
+    assert environment["torch"].startswith(torch.__version__)
+    assert "compiled native library" in environment["shm"]  # their source is in the wheel
+    assert "there is no launcher" in environment["ranks here"]
 
 
 @pytest.mark.processes
@@ -416,7 +416,7 @@ def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = run_script("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
-    assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"
+    assert json.loads(result.stdout)["environment"]["ranks here"] == "started by horovodrun"
 
 
 @pytest.mark.processes
@@ -425,7 +425,7 @@ def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("cannot load MPI library")  # as mpi4py does without an MPI
 
     monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(fail))
-    said = doctor.facts()["ranks here"]
+    said = doctor.environment_info()["ranks here"]
     assert said == "unknown, because Lightning's MPIEnvironment fails: cannot load MPI library"
 
 
@@ -433,7 +433,7 @@ def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
     _, shown = findings_of(third_parties, "doctor", returncode=1)
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]
-    assert shown["raising_one"]["is_fault"]
+    assert shown["raising_one"]["is_error"]
     assert shown["good_one"]["problem"] is None
     assert all(
         shown[strategy.name]["problem"] is None
@@ -450,8 +450,8 @@ def test_the_doctor_reports_that_lightning_cannot_be_imported_and_all_other_fact
     result = run_script("-m", PACKAGE, "--json", env=broken)
     assert result.returncode == 1
     found = json.loads(result.stdout)
-    assert found["facts"]["torch"].startswith(torch.__version__)
-    assert "GiB free" in found["facts"]["/dev/shm"]
+    assert found["environment"]["torch"].startswith(torch.__version__)
+    assert "GiB free" in found["environment"]["/dev/shm"]
     why = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
     assert {strategy["problem"] for strategy in found["strategies"]} == {why}
     assert len(found["strategies"]) == len(STRATEGIES)

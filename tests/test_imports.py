@@ -113,3 +113,17 @@ def test_these_can_be_imported_where_there_is_no_lightning():
     program = "import sys; sys.modules['lightning'] = None; import importlib; [importlib.import_module(n) for n in "
     result = subprocess.run([sys.executable, "-c", f"{program}{names}]"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("DifferentModelsError", "ModelMismatchError"),
+        ("ResultsError", "ResultTransferError"),
+        ("WorldTooSmallError", "TooFewRanksError"),
+    ],
+)
+def test_the_import_of_a_renamed_exception_names_the_new_one(old: str, new: str):
+    with pytest.raises(ImportError, match=f"`lightning_strategies_ext.{old}` was renamed. Use `{new}`."):
+        exec(f"from lightning_strategies_ext import {old}")
+    exec(f"from lightning_strategies_ext import {new}")

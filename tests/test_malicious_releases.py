@@ -117,7 +117,7 @@ def test_the_doctor_reports_it_to_machines(fake, release):
     assert result.returncode == 1, result.stderr
     found = json.loads(result.stdout)
     assert found["malicious"] == {release[0]: release[1]}
-    assert f"{release[0]} {release[1]}" in found["facts"]["Lightning"]
+    assert f"{release[0]} {release[1]}" in found["environment"]["Lightning"]
     assert found["strategies"] == []
     assert not fake.was_imported.exists()
 

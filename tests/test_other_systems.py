@@ -116,15 +116,15 @@ alone = train("auto", 1)
 print(alone == train("dp_ext", 2), alone == train("ddp_ext", 1))
 dist.destroy_process_group()
 print(refusal("ddp_spawn_ext"))
-print(doctor.facts()["shm"])
-print({finding.name: finding.is_fault for finding in doctor.examine() if finding.problem})
+print(doctor.environment_info()["shm"])
+print({finding.name: finding.is_error for finding in doctor.examine() if finding.problem})
 """
 
 
 def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_not(tmp_path: Path):
     trained, refused, shm, problems = run_on("win32", ON_ONE_PROCESS, tmp_path)
     assert trained == "True True"
-    assert refused.startswith("UnavailableHereError: `start_method='forkserver'` passes open files")
+    assert refused.startswith("StrategyUnavailableError: `start_method='forkserver'` passes open files")
     assert "Use `strategy='ddp_ext'`" in refused
     assert shm == "requires Linux; gloo is used instead"
     assert eval(problems).keys() >= {"ddp_spawn_ext", "ddp_fork_ext", "ddp_notebook_ext"}

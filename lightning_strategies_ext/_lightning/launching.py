@@ -32,7 +32,7 @@ __all__ = [
     "Launcher",
     "SubprocessScriptLauncher",
     "hydra_command",
-    "say_rank",
+    "set_rank_zero_only_rank",
     "set_num_threads_if_needed",
 ]
 
@@ -48,7 +48,7 @@ def hydra_command(local_rank: int) -> tuple[Sequence[str], str] | None:
     return _hydra_subprocess_cmd(local_rank) if is_in_use else None
 
 
-def say_rank(rank: int) -> None:
+def set_rank_zero_only_rank(rank: int) -> None:
     """Sets the rank of this process in Lightning's ``rank_zero_only``, which limits output and files to rank 0."""
     for decorator in (fabric_rank_zero_only, rank_zero_only):
         decorator.rank = rank  # type: ignore[attr-defined]

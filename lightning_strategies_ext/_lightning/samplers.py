@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from lightning_strategies_ext._lightning._replacing import replace_method
+from lightning_strategies_ext._lightning._patching import replace_method
 
 
 def users_sampler(sampler: Any) -> Any:

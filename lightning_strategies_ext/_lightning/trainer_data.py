@@ -7,10 +7,10 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_strategies_ext._lightning._replacing import replace_method
+from lightning_strategies_ext._lightning._patching import replace_method
 
 
-def data_of(trainer: Any) -> list[Any]:
+def data_sources(trainer: Any) -> list[Any]:
     """Returns the sources of the DataLoaders of the Trainer's loops: DataLoaders, LightningModule or datamodule.
 
     The Trainer attaches them to ``_data_source``, in the process that runs the stage (2.5 to 2.6).
@@ -130,7 +130,7 @@ def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
         )
 
 
-def loader_states(trainer: Any) -> list[dict[str, Any]]:
+def pending_loader_states(trainer: Any) -> list[dict[str, Any]]:
     """Returns the states that ``fit`` is about to load into its new training DataLoaders.
 
     It takes them from ``_combined_loader_states_to_load``, after it has read the DataLoaders' length (2.5 to 2.6).
@@ -148,14 +148,14 @@ def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
     return [] if loader is None else list(loader._state_dicts())
 
 
-def forget_training_data(trainer: Any) -> None:
+def reset_training_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new training DataLoaders: resets ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
     _forget_loaders(trainer.fit_loop)
 
 
-def forget_data(trainer: Any) -> None:
+def reset_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new DataLoaders for training and validation."""
-    forget_training_data(trainer)
+    reset_training_loaders(trainer)
     _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
 
 

@@ -5,19 +5,19 @@ from typing import Any
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
 
-class _ResultMetricInPlace(_ResultMetric):
+class _NonMovingResultMetric(_ResultMetric):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_tensor and not kwargs and args == (self.value.device,):
             return self
         return super().to(*args, **kwargs)
 
 
-class _ResultCollectionInPlace(_ResultCollection):
+class _NonMovingResultCollection(_ResultCollection):
     #: Values accumulated by an earlier process, for metrics that this process has not created yet.
     found: dict[str, dict[str, Any]] | None = None
 
     def __setitem__(self, key: str, metric: Any) -> None:
-        metric.__class__ = _ResultMetricInPlace
+        metric.__class__ = _NonMovingResultMetric
         super().__setitem__(key, metric)
         for name, state in (self.found or {}).get(key, {}).items():
             setattr(metric, name, state)
@@ -36,10 +36,10 @@ def skip_needless_moves(trainer: Any) -> None:
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results.__class__ = _ResultCollectionInPlace
+        loop._results.__class__ = _NonMovingResultCollection
 
 
-def step_of_loggers(trainer: Any) -> int:
+def logger_step(trainer: Any) -> int:
     """Returns the step that ``self.log`` currently passes to loggers, ``_batches_that_stepped`` (2.5 to 2.6)."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -49,34 +49,34 @@ def logged_per_epoch(trainer: Any) -> list[Any]:
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
 
 
-def sums_of_logging(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
+def logged_sums(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Returns the position of ``self.log`` and its sums of this epoch, by the keys of ``_results`` (2.5 to 2.6)."""
     results = trainer.fit_loop.epoch_loop._results
-    return position_of_logging(trainer), {
+    return logging_position(trainer), {
         key: dict(metric.metric_state)
         for key, metric in results.items()
         if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
     }
 
 
-def set_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
+def set_logged_sums(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
     """Makes ``self.log`` continue from the position and sums that another process has had."""
     position, found = sums
     trainer.fit_loop.epoch_loop._results.found = found
-    set_position_of_logging(trainer, position)
+    set_logging_position(trainer, position)
 
 
-def add_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
-    """Like :func:`set_sums_of_logging`, but also for metrics that exist already; keeps the sums of other metrics."""
+def add_logged_sums(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
+    """Like :func:`set_logged_sums`, but also for metrics that exist already; keeps the sums of other metrics."""
     position, found = sums
     results = trainer.fit_loop.epoch_loop._results
     for key in found.keys() & results.keys():
         for name, state in found[key].items():
             setattr(results[key], name, state.to(results[key].device))
-    set_sums_of_logging(trainer, (position, {**(getattr(results, "found", None) or {}), **found}))
+    set_logged_sums(trainer, (position, {**(getattr(results, "found", None) or {}), **found}))
 
 
-def merging_of_logging(trainer: Any) -> dict[str, str]:
+def logged_reductions(trainer: Any) -> dict[str, str]:
     """Returns how ``self.log`` reduces values over ranks, by the keys of ``_results``, if it does (2.5 to 2.6).
 
     Values are "sum" (also for means), "max" or "min", according to ``meta``.
@@ -88,13 +88,13 @@ def merging_of_logging(trainer: Any) -> dict[str, str]:
     }
 
 
-def position_of_logging(trainer: Any) -> tuple[Any, Any]:
+def logging_position(trainer: Any) -> tuple[Any, Any]:
     """Returns the position of ``self.log`` in the epoch; at the first batch it resets its sums (2.5 to 2.6)."""
     connector = trainer._logger_connector
     return connector._first_loop_iter, connector._current_fx
 
 
-def set_position_of_logging(trainer: Any, position: tuple[Any, Any]) -> None:
+def set_logging_position(trainer: Any, position: tuple[Any, Any]) -> None:
     """Sets the position of ``self.log`` in the epoch."""
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = position

@@ -53,10 +53,10 @@ def intercept_sigterm(
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         epoch_loop._broadcast_sigterm_tensor = lambda: None
 
-    return partial(note_sigterm, trainer)
+    return partial(mark_sigterm_received, trainer)
 
 
-def note_sigterm(trainer: Any) -> None:
+def mark_sigterm_received(trainer: Any) -> None:
     """Sets ``trainer.received_sigterm`` to True, which has no public setter (2.5 to 2.6)."""
     trainer._signal_connector.received_sigterm = True
 

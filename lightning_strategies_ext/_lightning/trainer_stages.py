@@ -11,7 +11,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 
-from lightning_strategies_ext._lightning._replacing import replace_method
+from lightning_strategies_ext._lightning._patching import replace_method
 
 #: Attributes that callbacks change during ``fit`` and that their states lack or do not restore (2.5 to 2.6). Classes
 #: are given by name, because not all releases have all of them.
@@ -23,12 +23,12 @@ _UNSAVED = {
 __all__ = [
     "TunerExitException",
     "apply_settings",
-    "before_fetch",
-    "call_hooks",
+    "wrap_before_fetch",
+    "set_hooks_enabled",
     "connectors_of",
     "dump_checkpoint",
     "dump_commit",
-    "end_restart",
+    "finish_restart",
     "found_by_trials",
     "leave_evaluation",
     "loops_of",
@@ -36,7 +36,7 @@ __all__ = [
     "settings_of",
     "skip_trials",
     "start_training",
-    "surround_fit",
+    "wrap_fit_loop",
     "tear_down",
 ]
 
@@ -65,7 +65,7 @@ def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
     return metrics, [connector for connector in others if connector is not metrics]
 
 
-def surround_fit(
+def wrap_fit_loop(
     trainer: Any,
     run: Callable[[Callable[[], None]], None],
     run_trial: Callable[[Callable[[], None]], None],
@@ -135,8 +135,8 @@ def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
     return undo
 
 
-def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None]:
-    """Calls ``then`` before ``fit`` requests a training batch, with the result of :func:`step_of_loggers`.
+def wrap_before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None]:
+    """Calls ``then`` before ``fit`` requests a training batch, with the result of :func:`logger_step`.
 
     No hook is called between the end of a batch and this request; ``_TrainingEpochLoop.on_run_start`` makes the fetcher
     call ``_on_before_fetch``, for the profiler (2.5 to 2.6).
@@ -154,7 +154,7 @@ def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None
     return replace_method(epoch_loop, "_on_before_fetch", call_and_go_on)
 
 
-def call_hooks(callback: Any, names: Iterable[str], is_on: bool) -> None:
+def set_hooks_enabled(callback: Any, names: Iterable[str], is_on: bool) -> None:
     """Enables or disables some hooks of a callback.
 
     Each hook of a callback takes Lightning three microseconds, even if it is empty, unless the attribute is not a
@@ -294,7 +294,7 @@ def leave_evaluation(trainer: Any) -> None:
     trainer.training = True
 
 
-def end_restart(trainer: Any) -> None:
+def finish_restart(trainer: Any) -> None:
     """Marks everything before the next training step as done, including a validation that was due.
 
     At the first step after a restart, ``_TrainingEpochLoop.advance`` checks whether it must make up for a validation

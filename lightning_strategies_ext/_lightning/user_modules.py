@@ -14,12 +14,12 @@ from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from torchmetrics import Metric
 
 __all__ = [
-    "merging_of_metric",
+    "metric_reductions",
     "move_optimizers",
     "random_states",
     "set_device",
     "set_random_states",
-    "take_redirection",
+    "pop_forward_redirection",
     "trainer_of",
 ]
 
@@ -33,7 +33,7 @@ def set_device(module: torch.nn.Module, device: torch.device) -> None:
         module._device = device
 
 
-def take_redirection(module: torch.nn.Module) -> str | None:
+def pop_forward_redirection(module: torch.nn.Module) -> str | None:
     """Restores ``forward``, and returns the name of the method that Fabric has redirected it to; None if it has not.
 
     For ``fabric_module.training_step(...)`` and methods passed to ``mark_forward_method``, Fabric replaces ``forward``
@@ -65,6 +65,6 @@ def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.d
     _optimizers_to_device(list(optimizers), device)
 
 
-def merging_of_metric(metric: Metric) -> dict[str, Any]:
+def metric_reductions(metric: Metric) -> dict[str, Any]:
     """Returns the reduction of each state of a metric over processes, ``_reductions`` (torchmetrics 1.0 to 1.9)."""
     return dict(metric._reductions)

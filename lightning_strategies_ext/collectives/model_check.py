@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
-from lightning_strategies_ext.exceptions import DifferentModelsError
+from lightning_strategies_ext.exceptions import ModelMismatchError
 
 
 def check_same_model(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
@@ -24,7 +24,7 @@ def check_same_model(collectives: Collectives, module: torch.nn.Module, device: 
         is_trained: Whether the ranks will exchange gradients, too.
 
     Raises:
-        DifferentModelsError: On every rank, if the names, order, dtypes, or shapes of parameters and buffers differ, or
+        ModelMismatchError: On every rank, if the names, order, dtypes, or shapes of parameters and buffers differ, or
             (for a module that is trained) which parameters need gradients. The message states the first difference.
     """
     if collectives.rank() is None or collectives.world_size() == 1:
@@ -39,7 +39,7 @@ def check_same_model(collectives: Collectives, module: torch.nn.Module, device: 
     here, there = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
     collectives.barrier()  # a rank that raises leaves the collectives, so all must have the lines
     first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
-    raise DifferentModelsError(
+    raise ModelMismatchError(
         f"The ranks have different `{type(module).__name__}` models: rank 0 has {first}, rank {others[0]} has"
         f" {other}. Build the model from the same arguments on every rank; its structure must not depend on the rank"
         " or on random numbers."

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
 
-from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.checks import check_flag, check_int
 
 #: Default number of optimizer steps between two commits.
 COMMIT_EVERY_N_STEPS = 100
@@ -24,7 +24,7 @@ def check_commit_interval(commit_every_n_steps: Any) -> int:
     """
     if commit_every_n_steps is None:
         return COMMIT_EVERY_N_STEPS
-    return check_whole_number("commit_every_n_steps", commit_every_n_steps, 1)
+    return check_int("commit_every_n_steps", commit_every_n_steps, 1)
 
 
 def check_elastic_compatible(uneven_inputs: str, model_averaging: str | None) -> None:

@@ -25,7 +25,7 @@ from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
-from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
+from lightning_strategies_ext.nested import is_collection, parts_of, rebuild
 from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 
@@ -355,7 +355,7 @@ def _packed(value: Any, tensors: list[Tensor], placeholders: list[TensorPlacehol
         tensors.append(value)
         return placeholders[-1]
     if is_collection(value):
-        return rebuilt(value, [_packed(part, tensors, placeholders) for part in parts_of(value)])
+        return rebuild(value, [_packed(part, tensors, placeholders) for part in parts_of(value)])
     return copy.deepcopy(value)
 
 
@@ -363,5 +363,5 @@ def _filled(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, TensorPlaceholder):
         return tensors[value.index].clone()
     if is_collection(value):
-        return rebuilt(value, [_filled(part, tensors) for part in parts_of(value)])
+        return rebuild(value, [_filled(part, tensors) for part in parts_of(value)])
     return copy.deepcopy(value)

@@ -64,7 +64,7 @@ class EpochTotals:
             return None
         sums = _reduced([part for part in parts if part.op == "sum"], "sum", device, collectives)
         extremes = _reduced([part for part in parts if part.op != "sum"], "max", device, collectives)
-        return cls([*sums, *extremes], trainer_logging.position_of_logging(trainer))
+        return cls([*sums, *extremes], trainer_logging.logging_position(trainer))
 
     def restore(self, trainer: "pl.Trainer", rank: int) -> None:
         """Restores the totals on rank 0, and neutral values on the other ranks, so that a reduction is unchanged."""
@@ -78,17 +78,17 @@ class EpochTotals:
             else:
                 metric = modules[part.module]
                 setattr(metric, state, value.to(getattr(metric, state).device))
-        trainer_logging.add_sums_of_logging(trainer, (self.position, logged))
+        trainer_logging.add_logged_sums(trainer, (self.position, logged))
 
 
 def _parts_of(trainer: "pl.Trainer") -> Iterator[MetricPart]:
-    _, logged = trainer_logging.sums_of_logging(trainer)
-    for key, op in sorted(trainer_logging.merging_of_logging(trainer).items()):
+    _, logged = trainer_logging.logged_sums(trainer)
+    for key, op in sorted(trainer_logging.logged_reductions(trainer).items()):
         for state, value in sorted(logged.get(key, {}).items()):
             yield MetricPart(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, Metric):
-            for state, merged_by in user_modules.merging_of_metric(module).items():
+            for state, merged_by in user_modules.metric_reductions(module).items():
                 value = getattr(module, state)
                 if merged_by in _MERGED_BY and isinstance(value, Tensor) and not value.is_complex():
                     yield MetricPart(name, (state,), _MERGED_BY[merged_by], value)

@@ -47,7 +47,7 @@ from lightning_strategies_ext.elastic.commit import Commit, copy_model
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipServiceError
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
 from lightning_strategies_ext.elastic.sampler import shard_loader
-from lightning_strategies_ext.exceptions import JoinError, WorldTooSmallError
+from lightning_strategies_ext.exceptions import JoinError, TooFewRanksError
 from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class ElasticFit:
         self._has_begun = has_begun
         self._is_fresh = has_begun  # whether this process has neither begun the `fit` nor restored a commit
         self._undo_hooks: Callable[[], None] | None = None  # until `on_train_start` hooks have run after a restore
-        self._undo = trainer_stages.surround_fit(trainer, self._run, self._run_trial, self._before_epoch)
+        self._undo = trainer_stages.wrap_fit_loop(trainer, self._run, self._run_trial, self._before_epoch)
         self._allow_trials = trainer_stages.skip_trials(self._callbacks) if has_begun else None
         self._settings = trainer_stages.settings_of(trainer)
         self._schedulers: list[Any] = []
@@ -313,7 +313,7 @@ class ElasticFit:
     def _try_to_restore(self, is_complete: bool) -> Exception | None:
         """Restores the commit; returns the error if a process that has not restored a commit before fails to."""
         trainer = self._trainer
-        trainer_data.forget_data(trainer)
+        trainer_data.reset_loaders(trainer)
         # The next hooks, `on_train_start` included, must find the settings from before the training.
         trainer_stages.apply_settings(trainer, self._settings)
         trainer.lr_scheduler_configs[:] = self._schedulers
@@ -340,7 +340,7 @@ class ElasticFit:
         # DataLoaders that began within an epoch have the length of its remainder.
         epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         if self._epoch_of_loaders not in (None, epoch):
-            trainer_data.forget_training_data(self._trainer)
+            trainer_data.reset_training_loaders(self._trainer)
             self._epoch_of_loaders = None
             with isolate_rng():  # ranks without an interruption draw no random numbers here
                 self._trainer.fit_loop.setup_data()
@@ -357,7 +357,7 @@ class ElasticFit:
         if self._is_in_trial:
             return
         if self._is_first_step:
-            trainer_stages.end_restart(trainer)
+            trainer_stages.finish_restart(trainer)
             self._commit.restore_random()
             self._is_first_step = False
         self._commit.record_step(trainer.global_step)
@@ -400,7 +400,7 @@ class ElasticFit:
             lambda given: self._policy.per_rank_batch_size(given, self._first_world_size, world_size),
             lambda: progress.current.ready,
         )
-        states = trainer_data.loader_states(self._trainer)
+        states = trainer_data.pending_loader_states(self._trainer)
         if self._num_sharded < len(states):  # now, because the Trainer reads the length next
             sampler.load_state_dict(states[self._num_sharded])
             self._epoch_of_loaders = states[self._num_sharded]["epoch"]
@@ -424,7 +424,7 @@ class ElasticFit:
                 member = Member(Peer.this_process(rank), number, *committed, done)
                 is_complete = self._membership.rendezvous(member, self._on_wait_for_others)
             except MembershipServiceError as error:
-                raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
+                raise TooFewRanksError(f"{error}. {self._where_saved()}") from error
             if is_complete:
                 break
             log.warning("Rank %d: a new rank did not join. Requesting another world.", rank)
@@ -448,7 +448,7 @@ class ElasticFit:
             return
         if self._membership.sigterm_consequence is None:
             self._end()
-        raise WorldTooSmallError(
+        raise TooFewRanksError(
             f"This rank received a SIGTERM before it joined a new world: {self._membership.sigterm_consequence}."
             f" {self._where_saved()}"
         )

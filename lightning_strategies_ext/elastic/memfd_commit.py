@@ -215,14 +215,14 @@ class MemfdCommit(Commit):
     def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
         modules = trainer.lightning_module.named_modules()
         metrics = {name: dict(module.metric_state) for name, module in modules if isinstance(module, Metric)}
-        return metrics, trainer_logging.sums_of_logging(trainer)
+        return metrics, trainer_logging.logged_sums(trainer)
 
     def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
         metrics, sums = local_state
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
                 setattr(module, state, list(value) if isinstance(value, list) else value.clone())
-        trainer_logging.set_sums_of_logging(trainer, sums)
+        trainer_logging.set_logged_sums(trainer, sums)
 
     def record_step(self, step: int) -> None:
         """Records the number of optimizer steps done, which a restarted process reads."""

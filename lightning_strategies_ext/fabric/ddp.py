@@ -24,7 +24,7 @@ from lightning_strategies_ext.arguments import (
     check_devices,
     check_plugins,
     check_start_method,
-    check_start_method_here,
+    check_start_method_interactive,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
@@ -145,7 +145,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         if len(self.parallel_devices) != len(devices):
             self._set_world_ranks()
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
-        check_start_method_here(self._start_method)
+        check_start_method_interactive(self._start_method)
         if self._start_method == "popen":
             self._launcher = FabricScriptLauncher(self)
         else:
@@ -181,7 +181,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         """Wraps a module in DDP.
 
         Raises:
-            DifferentModelsError: If another rank has a different module.
+            ModelMismatchError: If another rank has a different module.
             ValueError: If no parameter of the module requires a gradient.
         """
         if self._ddp_kwargs.get("init_sync", True):

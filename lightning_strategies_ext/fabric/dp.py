@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
-from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
@@ -75,7 +75,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         self._num_nodes = 1
         self._backward_sync_control = _NoBackwardSync()
 
-    checkpoint_io = whole_checkpoint_io
+    checkpoint_io = atomic_checkpoint_io
 
     @classmethod
     @override

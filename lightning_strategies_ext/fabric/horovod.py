@@ -175,7 +175,7 @@ class HorovodStrategy(ParallelStrategy):
         """Broadcasts rank 0's weights of a module, and starts the exchange of its gradients.
 
         Raises:
-            DifferentModelsError: If another rank has a different module.
+            ModelMismatchError: If another rank has a different module.
             ValueError: If no parameter of the module requires a gradient.
         """
         check_has_trainable_parameters(module)

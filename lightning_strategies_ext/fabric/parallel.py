@@ -21,8 +21,8 @@ from typing_extensions import Self, override
 
 from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import check_hang_timeout, check_no_old_names, name_of_barrier
-from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.arguments import barrier_name, check_hang_timeout, check_no_old_names
+from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
@@ -50,7 +50,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     """
 
     collectives: Collectives
-    checkpoint_io = whole_checkpoint_io
+    checkpoint_io = atomic_checkpoint_io
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits until all ranks have called it. An optional name is shown in the error if it fails."""
-        self.collectives.barrier(name_of_barrier(*args, **kwargs))
+        self.collectives.barrier(barrier_name(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

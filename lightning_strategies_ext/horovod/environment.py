@@ -116,7 +116,7 @@ def set_launch_size(devices: list[torch.device], environment: ClusterEnvironment
     if not isinstance(environment, HorovodEnvironment):
         environment.set_world_size(len(devices))
         environment.set_global_rank(environment.local_rank())
-    launching.say_rank(environment.global_rank())
+    launching.set_rank_zero_only_rank(environment.global_rank())
 
 
 def check_devices(devices: list[torch.device], environment: ClusterEnvironment) -> None:

@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
 from lightning_strategies_ext.gradients import NUM_HOLDERS, unshare_gradient
 from lightning_strategies_ext.horovod.synchronize import synchronize
@@ -76,7 +76,7 @@ class HorovodExchangeOptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is unknown. Use one of {', '.join(known)}.")
         if self.num_groups is not None:
-            check_whole_number("num_groups", self.num_groups, 0)
+            check_int("num_groups", self.num_groups, 0)
         check_flag("sparse_as_dense", self.sparse_as_dense)
         if not isinstance(self.gradient_predivide_factor, (int, float)) or self.gradient_predivide_factor <= 0:
             raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be positive.")

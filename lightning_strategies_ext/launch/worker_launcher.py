@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, trainer_signals
-from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
+from lightning_strategies_ext.exceptions import ResultTransferError, WorkerDiedError
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, TaskOutcome
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter, WorkerStartMethod
@@ -64,8 +64,8 @@ class WorkerLauncher(launching.Launcher):
         Raises:
             WorkerRaisedError: If a worker raised; the same exception of all workers is raised unchanged.
             WorkerDiedError: If a worker exited.
-            ResultsError: If ``fit`` has finished, but its results could not be transferred. The message names the file
-                in which they are saved.
+            ResultTransferError: If ``fit`` has finished, but its results could not be transferred. The message names
+                the file in which they are saved.
             TypeError: If an object that the workers need cannot be pickled.
             ValueError: If another launcher, such as torchrun, has started the processes already.
             RuntimeError: If workers cannot be started from this process.
@@ -92,7 +92,7 @@ class WorkerLauncher(launching.Launcher):
         if error is not None:
             self.close()
             if isinstance(error, SIGTERMException):
-                trainer_signals.note_sigterm(trainer)
+                trainer_signals.mark_sigterm_received(trainer)
             raise_with_report(error, trainer.default_root_dir)
         self.workers.restore_rng(outcome)
         return value
@@ -117,7 +117,7 @@ class WorkerLauncher(launching.Launcher):
                 raise outcome.error from outcome.error.__cause__
             if saved is None:
                 raise
-            raise ResultsError(
+            raise ResultTransferError(
                 f"`fit` has finished, but its results could not be transferred to the main process: {error}\n{saved}"
             ) from error
 

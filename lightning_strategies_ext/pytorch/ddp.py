@@ -46,7 +46,7 @@ from lightning_strategies_ext.arguments import (
     DEFAULT_TIMEOUT,
     StartMethod,
     check_start_method,
-    check_start_method_here,
+    check_start_method_interactive,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
@@ -246,7 +246,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         check_precision(self._gradient_sync.compression, self.precision_plugin)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
-            check_start_method_here(self._start_method)
+            check_start_method_interactive(self._start_method)
             self._launcher = ScriptLauncher(self)
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
@@ -296,7 +296,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _make_starter(self) -> WorkerStarter:
         """Creates the object that starts workers, for all start methods except "popen"."""
         assert self._start_method != "popen"
-        check_start_method_here(self._start_method)
+        check_start_method_interactive(self._start_method)
         package = __name__.partition(".")[0]
         module = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
         return ProcessStarter(self._start_method, preloaded=module)
@@ -379,7 +379,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Moves the model to the device; for training, also wraps it in DDP and creates the optimizers.
 
         Raises:
-            DifferentModelsError: If another rank has a different model.
+            ModelMismatchError: If another rank has a different model.
             ValueError: If training has no parameter that requires a gradient, if batch normalization would be
                 synchronized between CPUs, or if post-local SGD is combined with an optimizer that distributes its own
                 work.

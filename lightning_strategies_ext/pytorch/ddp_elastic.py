@@ -23,7 +23,7 @@ from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
 from lightning_strategies_ext.elastic.torchrun_membership import TorchrunMembership
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 
 
 class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
@@ -83,13 +83,13 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
 
     def _find_job(self) -> TorchrunJob:
         if sys.platform != "linux":
-            raise UnavailableHereError(
+            raise StrategyUnavailableError(
                 f"`strategy='{self.strategy_name}'` requires Linux, on which commits are stored for restarted"
                 " ranks. Use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
         job = TorchrunJob.of_this_process()
         if job is None:
-            raise UnavailableHereError(
+            raise StrategyUnavailableError(
                 f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID} is not set). Use"
                 " `torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py`, or"
                 " `strategy='ddp_spawn_elastic_ext'`, which needs no torchrun."

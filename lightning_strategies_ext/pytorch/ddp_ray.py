@@ -61,7 +61,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
             other jobs of the cluster use. ``elastic=True`` creates a :class:`.DDPRayElasticStrategy`.
 
     Raises:
-        UnavailableHereError: If Ray is not installed.
+        StrategyUnavailableError: If Ray is not installed.
         TypeError: If an argument is unknown or has the wrong type.
         ValueError: If a value or a combination of values is invalid.
 

@@ -38,7 +38,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
             ``max_restarts``, ``restart_window``, and ``scale_learning_rate``.
 
     Raises:
-        UnavailableHereError: If Ray is not installed.
+        StrategyUnavailableError: If Ray is not installed.
         TypeError: If an argument has the wrong type.
         ValueError: If a value or a combination of values is invalid.
 
@@ -73,7 +73,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _become_joining_rank(self) -> None:
-        launching.say_rank(self.global_rank)  # the rank of its WorkerRankInfo
+        launching.set_rank_zero_only_rank(self.global_rank)  # the rank of its WorkerRankInfo
 
     @override
     def _set_rank(self, rank: int, world_size: int) -> None:
@@ -81,7 +81,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         assert self._worker.rank_info is not None
         members = self.membership.members
         self._set_rank_info(_rank_info_among(members, rank, self._worker.rank_info), self.root_device)
-        launching.say_rank(rank)
+        launching.set_rank_zero_only_rank(rank)
 
     @override
     def _disconnect(self) -> None:

@@ -22,7 +22,7 @@ from lightning_strategies_ext import host_store
 from lightning_strategies_ext._lightning import launching, user_modules
 from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.arguments import check_seconds
-from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.arguments import (
     check_commit_interval,
@@ -94,8 +94,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         self.restart_policy = RestartPolicy(
-            check_whole_number("min_workers", 1 if min_workers is None else min_workers, 1),
-            check_whole_number("max_restarts", 3 if max_restarts is None else max_restarts, 0),
+            check_int("min_workers", 1 if min_workers is None else min_workers, 1),
+            check_int("max_restarts", 3 if max_restarts is None else max_restarts, 0),
             check_seconds("restart_window", restart_window),
             leaves_by=(SIGTERMException, JoinError),
         )
@@ -187,7 +187,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(world_size)
-        launching.say_rank(rank)
+        launching.set_rank_zero_only_rank(rank)
 
     def _join(self, place: RankAssignment, members: Sequence[Member]) -> None:
         assert place.rank is not None

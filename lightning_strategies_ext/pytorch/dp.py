@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
-from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_class
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
@@ -94,7 +94,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         self._num_nodes = 1
         self._has_set_aside = False
 
-    checkpoint_io = whole_checkpoint_io
+    checkpoint_io = atomic_checkpoint_io
 
     @classmethod
     @override

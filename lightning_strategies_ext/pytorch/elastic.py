@@ -86,7 +86,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Undoes changes of ``on_train_start`` hooks to a restored module, and exchanges gradients of added parameters.
 
         Raises:
-            DifferentModelsError: If the hooks have added different parameters on another rank.
+            ModelMismatchError: If the hooks have added different parameters on another rank.
         """
         super().on_train_start()
         if self._fit is None or self._stage_context.local_collectives is not None:

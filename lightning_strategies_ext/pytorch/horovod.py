@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_not_interactive, name_of_barrier
+from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, barrier_name, check_not_interactive
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
@@ -135,7 +135,7 @@ class HorovodStrategy(ParallelStrategy):
         launch = LaunchInfo.from_environment()
         if launch is not None:
             cluster_environment = environment.HorovodEnvironment(launch)
-            launching.say_rank(launch.rank)
+            launching.set_rank_zero_only_rank(launch.rank)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -264,7 +264,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         launch = environment.launch_info_from(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
-        launching.say_rank(self.global_rank)
+        launching.set_rank_zero_only_rank(self.global_rank)
         return runtime.store() if self.world_size > 1 else None
 
     # --- setup ---
@@ -274,7 +274,7 @@ class HorovodStrategy(ParallelStrategy):
         """Moves the model to the device, with rank 0's weights; for training, also creates the optimizers.
 
         Raises:
-            DifferentModelsError: If another rank has a different model.
+            ModelMismatchError: If another rank has a different model.
             RuntimeError: If this Horovod or this number of ranks does not support ``op="adasum"``.
             TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped an optimizer.
             ValueError: If training has no parameter that requires a gradient.
@@ -416,7 +416,7 @@ class HorovodStrategy(ParallelStrategy):
         """
         super().barrier(*args, **kwargs)
         # Not in `save_checkpoint`, which a single rank may call.
-        if name_of_barrier(*args, **kwargs) == "Trainer.save_checkpoint":
+        if barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._share_buffers(is_known_to_match=False)
 
     @property

@@ -16,7 +16,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 from lightning_strategies_ext.stage_context import StageContext
 
 
@@ -68,7 +68,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
                 " does not survive a change of ranks. Omit one of the two."
             )
         if not elastic_driver.is_elastic_launch():
-            raise UnavailableHereError(
+            raise StrategyUnavailableError(
                 "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun -np 2"
                 " --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py`, or `elastic=False`."
             )
@@ -119,7 +119,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         """Sets the rank of this process according to its membership."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
-        launching.say_rank(self.global_rank)
+        launching.set_rank_zero_only_rank(self.global_rank)
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:

@@ -26,7 +26,7 @@ from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext._system.gpu_sync import device_clock
 from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.arguments import rejects_old_names
-from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.monitoring.advice import JobTraits, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged_metrics, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
@@ -100,8 +100,8 @@ class CommunicationMonitor(Callback):
         plot: bool = True,
     ) -> None:
         if every_n_steps is not None:
-            check_whole_number("every_n_steps", every_n_steps, 1)
-        check_whole_number("observed_steps", observed_steps, 1)
+            check_int("every_n_steps", every_n_steps, 1)
+        check_int("observed_steps", observed_steps, 1)
         if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
             raise TypeError(f"`dirpath` must be a path or None, got {dirpath!r}.")
         check_flag("progress_bar", progress_bar)
@@ -161,8 +161,8 @@ class CommunicationMonitor(Callback):
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = StepRecorder(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
-            trainer_logging.step_of_loggers(trainer),
-            lambda is_on: trainer_stages.call_hooks(self, _STEP_HOOKS, is_on),
+            trainer_logging.logger_step(trainer),
+            lambda is_on: trainer_stages.set_hooks_enabled(self, _STEP_HOOKS, is_on),
             exchange_timer,
             _counter_of(strategy, exchange_timer),
             _mailbox_of(trainer),
@@ -171,7 +171,7 @@ class CommunicationMonitor(Callback):
             device_clock(strategy.root_device),
         )
         self._session = session
-        self._undo = [trainer_stages.before_fetch(trainer, session.on_fetch_start)]
+        self._undo = [trainer_stages.wrap_before_fetch(trainer, session.on_fetch_start)]
         if isinstance(strategy, ParallelStrategy):
             strategy.observe_exchanges(session)
             self._undo.append(lambda: strategy.observe_exchanges(None))
@@ -232,7 +232,7 @@ class CommunicationMonitor(Callback):
         session = self._session
         if session is None:
             return
-        self._guarded(session.finish, trainer_logging.step_of_loggers(trainer), LAST_WINDOW_TIMEOUT_S)
+        self._guarded(session.finish, trainer_logging.logger_step(trainer), LAST_WINDOW_TIMEOUT_S)
         self._end_recording()
         self._guarded(self._report, trainer, self._plots)
 
@@ -261,7 +261,7 @@ class CommunicationMonitor(Callback):
         if session is not None:
             with suppress(Exception):  # if an error is the reason to leave, it has been logged
                 session.abandon()
-        trainer_stages.call_hooks(self, _STEP_HOOKS, True)
+        trainer_stages.set_hooks_enabled(self, _STEP_HOOKS, True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function; an exception ends the monitor and not the training."""
@@ -287,7 +287,7 @@ class CommunicationMonitor(Callback):
         self._recent = windows
         self._shown = f"{exposed_share(times):.0%}"
         if trainer.loggers:
-            values, step = logged_metrics(times), max(0, trainer_logging.step_of_loggers(trainer) - 1)
+            values, step = logged_metrics(times), max(0, trainer_logging.logger_step(trainer) - 1)
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 

@@ -35,13 +35,13 @@ from lightning_strategies_ext._lightning import (
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
+    barrier_name,
     check_devices,
     check_hang_timeout,
     check_no_old_names,
     check_plugins,
-    name_of_barrier,
 )
-from lightning_strategies_ext.checkpoints import whole_checkpoint_io
+from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
@@ -141,7 +141,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)
         return super().__new__(cls)
 
-    checkpoint_io = whole_checkpoint_io
+    checkpoint_io = atomic_checkpoint_io
 
     @classmethod
     @override
@@ -316,7 +316,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             *args: Name of the barrier, for the error if it fails; further arguments are ignored.
             **kwargs: ``name``, an alternative to the first argument; others are ignored.
         """
-        self._active_collectives.barrier(name_of_barrier(*args, **kwargs))
+        self._active_collectives.barrier(barrier_name(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -21,7 +21,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_strategies_ext.nested import identity_of
+from lightning_strategies_ext.nested import class_identity
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
 
@@ -106,8 +106,8 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, type) and isinstance(other, type):
-        return identity_of(one) == identity_of(other)
-    if identity_of(type(one)) != identity_of(type(other)):
+        return class_identity(one) == class_identity(other)
+    if class_identity(type(one)) != class_identity(type(other)):
         return False
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(is_same, one, other))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, labels_of, parts_of, rebuilt
+from lightning_strategies_ext.nested import MAPPINGS, class_identity, is_collection, labels_of, parts_of, rebuild
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 from lightning_strategies_ext.replication.splitting import is_array
 
@@ -234,7 +234,7 @@ def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.devi
         check_labels(labels, [labels_of(value) for value in values], name, "the parts")
         columns = [list(column) for column in zip(*map(parts_of, values), strict=True)]
     parts = [gather(column, sizes, device, name + label) for label, column in zip(labels, columns, strict=True)]
-    return rebuilt(first, parts)
+    return rebuild(first, parts)
 
 
 def has_entry_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
@@ -278,7 +278,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return value
     parts = parts_of(value)
     moved_parts = [moved(part, device) for part in parts]
-    return value if all(map(is_, parts, moved_parts)) else rebuilt(value, moved_parts)
+    return value if all(map(is_, parts, moved_parts)) else rebuild(value, moved_parts)
 
 
 def is_same(value: Any, other: Any) -> bool:
@@ -305,7 +305,7 @@ def check_types(values: Sequence[Any], name: str) -> None:
     """Raises ValueError if the values have different types."""
     kinds = [type(value).__name__ for value in values]
     for i, value in enumerate(values):
-        if identity_of(type(value)) != identity_of(type(values[0])):
+        if class_identity(type(value)) != class_identity(type(values[0])):
             raise ValueError(
                 f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type"
                 f" {kinds[0]}. Return the same type for all samples. {IF_OF_A_LIBRARY}"

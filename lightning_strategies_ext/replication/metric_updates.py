@@ -250,7 +250,7 @@ def _joined(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.d
 
 def _is_merged_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> bool:
     """Returns whether the reduction of each state of the metric over processes is one of these functions."""
-    return all(function in functions for function in user_modules.merging_of_metric(metric).values())
+    return all(function in functions for function in user_modules.metric_reductions(metric).values())
 
 
 def _refusal(metric: Any, why: str) -> ValueError:

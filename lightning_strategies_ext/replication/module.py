@@ -71,7 +71,7 @@ class ReplicatedModule(DataParallel[Module]):
         Raises:
             ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
-        method = user_modules.take_redirection(self.module) or "__call__"
+        method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
         if self._scatter is not None and args:

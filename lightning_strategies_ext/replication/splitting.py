@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of, rebuilt
+from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of, rebuild
 from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 #: Possible numbers of samples of a value, the most likely first; empty if it cannot be split, None if undetermined.
@@ -179,7 +179,7 @@ def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]
     if not is_collection(value) or not (parts := parts_of(value)):
         return [value] * len(spans)
     columns = [cut(part, num_samples, spans) for part in parts]
-    return [rebuilt(value, list(row)) for row in zip(*columns, strict=True)]
+    return [rebuild(value, list(row)) for row in zip(*columns, strict=True)]
 
 
 def has_entry_per_sample(values: list[Any]) -> bool:

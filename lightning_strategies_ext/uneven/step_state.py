@@ -21,7 +21,7 @@ class StepStateSnapshot:
         self._trainer = trainer
         # Keys are ids, because the hash of a metric depends on its state.
         self._metrics = {id(metric): (metric, _copied(metric.metric_state)) for metric in self._metrics_now()}
-        self._position = trainer_logging.position_of_logging(trainer)
+        self._position = trainer_logging.logging_position(trainer)
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.lightning_module.buffers()]
 
     def restore(self) -> None:
@@ -32,7 +32,7 @@ class StepStateSnapshot:
         for metric, states in self._metrics.values():
             for name, state in _copied(states).items():
                 setattr(metric, name, state)
-        trainer_logging.set_position_of_logging(self._trainer, self._position)
+        trainer_logging.set_logging_position(self._trainer, self._position)
         for buffer, value in self._buffers:
             # `data` bypasses autograd, which may need the overwritten values for the gradients of a shadowed step.
             buffer.data.copy_(value)

@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_strategies_ext.discovery import name_backend
+from lightning_strategies_ext.discovery import register_shm_backend
 
 
 def replace_gloo() -> None:
     """From now on, each group of this process that would be gloo's is one of ``shm``."""
-    name_backend(distributed_c10d)
+    register_shm_backend(distributed_c10d)
     from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
     # The one function through which torch makes all groups, from 2.5 to 2.13 at least; there is no public one.

@@ -172,7 +172,7 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
         strategy=STRATEGY,
     )
     assert run.code != 0
-    assert "WorldTooSmallError: This rank received a SIGTERM before it joined a new world" in run.output
+    assert "TooFewRanksError: This rank received a SIGTERM before it joined a new world" in run.output
     (path,) = run.checkpoints
     assert f"ckpt_path='{path}'" in run.output
     assert run.checkpoints[path]["global_step"] == 60
@@ -195,7 +195,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank exits: its host was removed, or is blacklisted" in run.output
-    assert "WorldTooSmallError" not in run.output
+    assert "TooFewRanksError" not in run.output
     # A rank saves its state where the driver takes long to find a new world, as on a busy machine, and says so.
     assert bool(run.checkpoints) == ("This rank is not part of the next world" in run.output)
 

@@ -19,7 +19,7 @@ from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
 from lightning_strategies_ext.elastic.fd_store import RUN_ID, TorchrunJob
 from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, layout_of
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
 from tests.support.ranks import kill_tree, run_command, start_script
@@ -309,7 +309,7 @@ def test_one_that_does_not_fit_is_refused():
 
 def test_without_torchrun_it_says_how_to_start(monkeypatch):
     monkeypatch.delenv(RUN_ID, raising=False)
-    with pytest.raises(UnavailableHereError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
+    with pytest.raises(StrategyUnavailableError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
         DDPElasticStrategy()
 
 

@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_strategies_ext
 from lightning_strategies_ext import __main__, fabric
-from lightning_strategies_ext.names import LIGHTNING, PYTORCH_LIGHTNING
+from lightning_strategies_ext.lightning_names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_strategies_ext.registry import LazyStrategy
 from tests.guards.versions import COMMAND, versions_of
 from tests.support.ranks import REPOSITORY
@@ -270,7 +270,7 @@ def registered_names() -> str:
             strategy = entry["strategy"]
             if isinstance(strategy, LazyStrategy) and strategy.owner == LazyStrategy("").owner:
                 arguments = ", ".join(f"{key}={value!r}" for key, value in entry["init_params"].items())
-                target = strategy.target.replace(PYTORCH_LIGHTNING.ours, LIGHTNING.ours)
+                target = strategy.target.replace(PYTORCH_LIGHTNING.package_for_it, LIGHTNING.package_for_it)
                 lines.append(f"{front_end}: {name} = {target}({arguments})\n    {entry['description']}\n")
     return "".join(lines)
 

@@ -49,8 +49,8 @@ def test_a_changed_name_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_changed_fact_of_the_doctor_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "facts", lambda: {"added": "fact"})
-    assert "\n+/facts/added\n" in SURFACES["doctor_keys"].difference()
+    monkeypatch.setattr(doctor, "environment_info", lambda: {"added": "fact"})
+    assert "\n+/environment/added\n" in SURFACES["doctor_keys"].difference()
 
 
 @pytest.mark.processes

@@ -218,7 +218,7 @@ def start_with_build_of_earlier_version() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         runtime.start(LaunchInfo("python", 0, 1, 0, 1), torch.device("cpu"))
     said = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
-    return [*said, doctor.facts()["Horovod"]]
+    return [*said, doctor.environment_info()["Horovod"]]
 
 
 @pytest.mark.processes

@@ -181,7 +181,7 @@ MainLink(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
 def test_without_ray_creating_the_strategy_raises_an_error_that_names_the_extra():
     result = run_script("-c", WITHOUT_RAY)
     assert result.returncode == 0, result.stdout
-    assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
+    assert "StrategyUnavailableError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
     assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout
 
 

@@ -81,7 +81,7 @@ def test_say_rank_lets_only_rank_0_do_what_is_for_rank_0(monkeypatch: pytest.Mon
     for decorator in (rank_zero_only, fabric_rank_zero_only):
         monkeypatch.setattr(decorator, "rank", 0)
     for rank in (1, 0):
-        launching.say_rank(rank)
+        launching.set_rank_zero_only_rank(rank)
         rank_zero_only(done.append)(("pytorch", rank))
         fabric_rank_zero_only(done.append)(("fabric", rank))
     assert done == [("pytorch", 0), ("fabric", 0)]

@@ -89,10 +89,10 @@ def test_training_data_that_are_forgotten_are_loaded_anew():
 
     def before_epoch() -> None:
         seen.append(trainer.train_dataloader)
-        trainer_data.forget_training_data(trainer)
+        trainer_data.reset_training_loaders(trainer)
         assert trainer.train_dataloader is None
 
-    undo = trainer_stages.surround_fit(trainer, lambda train: train(), lambda train: train(), before_epoch)
+    undo = trainer_stages.wrap_fit_loop(trainer, lambda train: train(), lambda train: train(), before_epoch)
     made = []
 
     class Model(MLP):
@@ -119,7 +119,7 @@ def test_the_states_that_loaders_are_about_to_get_can_be_seen_before(tmp_path):
 
     class Model(MLP):
         def train_dataloader(self) -> Any:
-            announced.append(trainer_data.loader_states(self.trainer))
+            announced.append(trainer_data.pending_loader_states(self.trainer))
             return Stateful(loader(num_samples=32).dataset, batch_size=4)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -138,7 +138,7 @@ def test_the_data_of_a_stage_are_where_we_look() -> None:
     trainer = make_trainer("auto", devices=1)
     train, val = loader(), loader()
     trainer.fit(MLP(), train, val)
-    data = trainer_data.data_of(trainer)
+    data = trainer_data.data_sources(trainer)
     assert any(item is train for item in data)
     assert any(item is val for item in data)
 

@@ -83,10 +83,10 @@ class GoesOn(LogsBothWays):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            trainer_logging.set_sums_of_logging(self.trainer, self.sums)
+            trainer_logging.set_logged_sums(self.trainer, self.sums)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.sums = trainer_logging.sums_of_logging(self.trainer)
+        self.sums = trainer_logging.logged_sums(self.trainer)
 
 
 class AddsMore(MLP):
@@ -94,11 +94,11 @@ class AddsMore(MLP):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            position, sums = trainer_logging.sums_of_logging(self.trainer)
+            position, sums = trainer_logging.logged_sums(self.trainer)
             states = {"value": sums["training_step.per_epoch"]["value"] + 10.0}
             more = {"training_step.per_epoch": states, "training_step.late": {"value": torch.tensor(5.0)}}
-            trainer_logging.add_sums_of_logging(self.trainer, (position, more))
-            self.merging = trainer_logging.merging_of_logging(self.trainer)
+            trainer_logging.add_logged_sums(self.trainer, (position, more))
+            self.merging = trainer_logging.logged_reductions(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx > 1:

@@ -156,7 +156,7 @@ def test_the_broadcast_that_we_take_out_is_what_lightning_runs_in_every_training
 def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
     trainer = make_trainer("auto", devices=1)
     assert not trainer.received_sigterm
-    trainer_signals.note_sigterm(trainer)
+    trainer_signals.mark_sigterm_received(trainer)
     assert trainer.received_sigterm
 
 

@@ -59,13 +59,13 @@ class Fetches(Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.seen.append("end")
-        self.steps.append(trainer_logging.step_of_loggers(trainer))
+        self.steps.append(trainer_logging.logger_step(trainer))
 
 
 def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_undone() -> None:
     fetches = Fetches()
     trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
-    undo = trainer_stages.before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
+    undo = trainer_stages.wrap_before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
     trainer.fit(MLP(), loader(num_samples=16, batch_size=4))
     assert fetches.seen == [said for step in fetches.steps for said in (f"fetch {step}", "batch", "end")]
     assert fetches.steps == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -77,10 +77,10 @@ def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_
 def test_hooks_of_a_callback_can_be_left_out_and_are_called_again() -> None:
     fetches = Fetches()
     trainer = make_trainer("auto", devices=1, max_epochs=1, callbacks=[fetches])
-    trainer_stages.call_hooks(fetches, ["on_train_batch_start"], False)
+    trainer_stages.set_hooks_enabled(fetches, ["on_train_batch_start"], False)
     trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
     assert fetches.seen == ["end"] * 2
-    trainer_stages.call_hooks(fetches, ["on_train_batch_start"], True)
+    trainer_stages.set_hooks_enabled(fetches, ["on_train_batch_start"], True)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
     assert fetches.seen[2:] == ["batch", "end"] * 2
@@ -127,10 +127,10 @@ def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: boo
 
     def before_train_step() -> None:
         if has_restarted and has_restarted.pop() and goes_right_on:
-            trainer_stages.end_restart(trainer)
+            trainer_stages.finish_restart(trainer)
         if trainer.global_step == commit_at and not committed:
             checkpoint = copy.deepcopy(trainer_stages.dump_checkpoint(trainer))
-            committed.append((checkpoint, trainer_logging.position_of_logging(trainer)))
+            committed.append((checkpoint, trainer_logging.logging_position(trainer)))
 
     def run(train: Callable[[], None]) -> None:
         try:
@@ -140,13 +140,13 @@ def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: boo
             del model.steps[commit_at:]
             trainer_stages.leave_evaluation(trainer)
             assert not any(metric.cumulated_batch_size for metric in val_results(trainer))
-            trainer_data.forget_data(trainer)
+            trainer_data.reset_loaders(trainer)
             trainer_stages.restore_checkpoint(trainer, checkpoint)
-            trainer_logging.set_position_of_logging(trainer, position)
+            trainer_logging.set_logging_position(trainer, position)
             has_restarted.append(True)
             train()
 
-    undo = trainer_stages.surround_fit(trainer, run, never, lambda: num_epochs.append(trainer.current_epoch))
+    undo = trainer_stages.wrap_fit_loop(trainer, run, never, lambda: num_epochs.append(trainer.current_epoch))
     trainer_signals.intercept_sigterm(trainer, lambda: None, before_train_step)
     trainer.fit(model, loader(num_samples=32), loader(num_samples=8))
     undo()
@@ -183,7 +183,7 @@ def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 16
     model = Disturbed(6)
     trainer, _ = fit_with_one_restart(model, 4, goes_right_on=False)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `end_restart` is there
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `finish_restart` is there
 
 
 def never(train: Callable[[], None]) -> None:
@@ -212,7 +212,7 @@ def test_a_finder_runs_the_loop_as_a_trial_unless_trials_are_skipped() -> None:
             runs.append("trial")
             train()
 
-        undo = trainer_stages.surround_fit(trainer, run, run_trial, lambda: None)
+        undo = trainer_stages.wrap_fit_loop(trainer, run, run_trial, lambda: None)
         allow = trainer_stages.skip_trials(trainer.callbacks) if is_skipped else None
         before = trainer_stages.settings_of(trainer)
         trainer.fit(model, loader(num_samples=64))
@@ -245,12 +245,12 @@ def test_training_is_started_before_the_loop_runs() -> None:
     def run(train: Callable[[], None]) -> None:
         trainer_stages.start_training(trainer)
         assert model.starts == [4]
-        trainer_data.forget_data(trainer)
+        trainer_data.reset_loaders(trainer)
         train()
         assert model.starts == [4, 4]
         assert trainer.global_step == 4
 
-    undo = trainer_stages.surround_fit(trainer, run, never, lambda: None)
+    undo = trainer_stages.wrap_fit_loop(trainer, run, never, lambda: None)
     trainer.fit(model, loader(num_samples=16))
     undo()
 

@@ -35,8 +35,8 @@ def test_trainer_of_answers_where_the_public_property_raises() -> None:
 
 
 def test_how_processes_merge_the_states_of_a_metric_is_known() -> None:
-    assert user_modules.merging_of_metric(SumMetric()) == {"sum_value": dim_zero_sum}
-    assert user_modules.merging_of_metric(MaxMetric()) == {"max_value": dim_zero_max}
+    assert user_modules.metric_reductions(SumMetric()) == {"sum_value": dim_zero_sum}
+    assert user_modules.metric_reductions(MaxMetric()) == {"max_value": dim_zero_max}
 
 
 def test_random_states_of_all_kinds_come_back():
@@ -64,7 +64,7 @@ class Recorder(torch.nn.Module):
         self.called: list[str | None] = []
 
     def forward(self, *args: Any) -> Any:
-        self.called.append(user_modules.take_redirection(self.module))
+        self.called.append(user_modules.pop_forward_redirection(self.module))
         return getattr(self.module, self.called[-1] or "forward")(*args)
 
 

@@ -24,7 +24,7 @@ SET_ON_OBJECTS = {
         f"{_EPOCH_LOOP}._broadcast_sigterm_tensor",
     ],
     "_lightning.trainer_signals.intercept_requeueing": [f"{_SIGNALS}._slurm_sigusr_handler_fn"],
-    "_lightning.trainer_stages.surround_fit": [
+    "_lightning.trainer_stages.wrap_fit_loop": [
         f"{_FIT_LOOP}.run",
         f"{_FIT_LOOP}.on_advance_start",
         "lightning.pytorch.trainer.trainer:Trainer._run_stage",
@@ -32,7 +32,7 @@ SET_ON_OBJECTS = {
     "_lightning.trainer_stages.skip_trials": [
         "lightning.pytorch.callbacks.lr_finder:LearningRateFinder.lr_find",
     ],
-    "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
+    "_lightning.trainer_stages.wrap_before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],
     "_lightning.strategy_parts.surround_stages_on_one_device": [
         "lightning.pytorch.strategies.strategy:Strategy.setup_environment",

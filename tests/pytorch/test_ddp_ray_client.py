@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lightning_strategies_ext import DDPRayStrategy
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
     test_a_killed_worker_is_noticed_at_once,
     test_a_signal_stops_all_ranks_and_what_they_have_done_is_here,
@@ -153,7 +153,7 @@ def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupte
 
 def test_what_ray_client_needs_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(UnavailableHereError, match=r"pip install 'ray\[client\]'"):
+    with pytest.raises(StrategyUnavailableError, match=r"pip install 'ray\[client\]'"):
         DDPRayStrategy(address="ray://127.0.0.1:1")
 
 

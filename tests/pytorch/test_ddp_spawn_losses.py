@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lightning_strategies_ext import DDPSpawnStrategy, ResultsError
+from lightning_strategies_ext import DDPSpawnStrategy, ResultTransferError
 from tests.support.ddp_spawn_trainers import HasEverything, Node, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
@@ -63,7 +63,7 @@ def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_wher
     model, expected = seeded(make_model), seeded(HasEverything)
     spawn_trainer(max_epochs=1).fit(expected, loader())
     trainer = spawn_trainer(max_epochs=1, default_root_dir=tmp_path)
-    with pytest.raises(ResultsError, match="is saved in") as caught:
+    with pytest.raises(ResultTransferError, match="is saved in") as caught:
         trainer.fit(model, loader())
     assert caught.value.__cause__ is not None
     (path,) = tmp_path.glob("rank-0-state-*.ckpt")

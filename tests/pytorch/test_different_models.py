@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import DDPStrategy, DifferentModelsError, HorovodStrategy
+from lightning_strategies_ext import DDPStrategy, HorovodStrategy, ModelMismatchError
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
 from tests.support.horovod_ranks import try_horovod
 from tests.support.models import MLP, loader, make_trainer
@@ -72,7 +72,7 @@ def errors(*args: Any, world_size: int = 2) -> list[str]:
 def test_each_rank_is_told_the_first_difference(how: str, world_size: int):
     first, last = SAID[how]
     for error in errors("fit", how, None, world_size, world_size=world_size):
-        assert "DifferentModelsError: The ranks have different `Different` models: rank 0 has" in error
+        assert "ModelMismatchError: The ranks have different `Different` models: rank 0 has" in error
         assert first in error
         assert f"rank {world_size - 1} has" in error
         assert last in error
@@ -80,11 +80,11 @@ def test_each_rank_is_told_the_first_difference(how: str, world_size: int):
 
 @pytest.mark.parametrize("name", ["validate", "predict"])
 def test_so_they_are_where_nothing_is_trained(name: str):
-    assert all("DifferentModelsError" in error for error in errors(name, "shape"))
+    assert all("ModelMismatchError" in error for error in errors(name, "shape"))
 
 
 def test_over_gloo_too():
-    assert all("DifferentModelsError" in error for error in errors("fit", "shape", "gloo"))
+    assert all("ModelMismatchError" in error for error in errors("fit", "shape", "gloo"))
 
 
 def evaluate_frozen() -> bool:
@@ -118,7 +118,7 @@ def with_fabric() -> str:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPStrategy())
     fabric.launch()
     module = nn.Linear(4, 2 + int(os.environ["LOCAL_RANK"]))
-    with pytest.raises(DifferentModelsError) as raised:
+    with pytest.raises(ModelMismatchError) as raised:
         fabric.setup(module)
     return str(raised.value)
 
@@ -129,7 +129,7 @@ def test_with_fabric_too():
 
 def over_horovod() -> str:
     trainer = make_trainer(HorovodStrategy(), max_epochs=1)
-    with pytest.raises(DifferentModelsError) as raised:
+    with pytest.raises(ModelMismatchError) as raised:
         trainer.fit(Different("shape"), loader())
     return str(raised.value)
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_strategies_ext import CommunicationMonitor, DDPStrategy, DifferentModelsError
+from lightning_strategies_ext import CommunicationMonitor, DDPStrategy, ModelMismatchError
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.torch_distributed import bucket_search
 from lightning_strategies_ext.torch_distributed.compression.config import DiLoCo, LocalSGD, TopK
@@ -281,7 +281,7 @@ def train_differently() -> str:
     model = Net()
     model.backbone.requires_grad_(False)
     trainer = make_trainer(DDPStrategy(), callbacks=[UnfreezeOther()], use_distributed_sampler=False)
-    with pytest.raises(DifferentModelsError) as caught:
+    with pytest.raises(ModelMismatchError) as caught:
         trainer.fit(model)
     return str(caught.value)
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
-from lightning_strategies_ext.nested import rebuilt
+from lightning_strategies_ext.nested import rebuild
 from lightning_strategies_ext.replication.splitting import count_samples, split, split_like
 
 
@@ -252,7 +252,7 @@ def test_collections_keep_their_types_and_the_batch_stays_as_it_was(batch):
 
 
 def test_a_rebuilt_defaultdict_has_its_factory():
-    assert rebuilt(defaultdict(list, a=1), [2])["missing"] == []
+    assert rebuild(defaultdict(list, a=1), [2])["missing"] == []
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ class WorkerPool:
         exits = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
         # A rank that a failure monitor has terminated or killed is not the cause, if another cause is known.
-        is_hang = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
+        is_hang = any(getattr(failure.exception, "is_hang", False) for failure in failures.values())
         monitor_codes = (MONITOR_EXIT_CODE, -signal.SIGKILL) if is_hang else (MONITOR_EXIT_CODE,)
         exits = [error for error in exits if error.exit_code not in monitor_codes] or ([] if failures else exits)
         if exits:  # the other ranks have usually failed because they lost this one

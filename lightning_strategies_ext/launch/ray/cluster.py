@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_strategies_ext._system.interpreters import module_path
-from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.registry import StrategyUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -153,18 +153,18 @@ def check_ray_installed() -> None:
     """Checks that Ray is installed.
 
     Raises:
-        UnavailableHereError: If it is not; the message names the extra.
+        StrategyUnavailableError: If it is not; the message names the extra.
     """
     try:
         with _preserved_sigterm_handler():
             import ray
     except ImportError as error:
-        raise UnavailableHereError(
+        raise StrategyUnavailableError(
             f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install the same"
             f" version on every host of the cluster: `pip install '{EXTRA}'`."
         ) from error
     if not hasattr(ray, "is_initialized"):  # a directory with this name next to the script
-        raise UnavailableHereError(
+        raise StrategyUnavailableError(
             f"`strategy='ddp_ray_ext'` needs Ray, but `import ray` imports {list(ray.__path__)}, which is not Ray."
             f" Install Ray: `pip install '{EXTRA}'`."
         )
@@ -180,12 +180,12 @@ def check_address(address: Any) -> None:
 
     Raises:
         TypeError: If it is neither a string nor None.
-        UnavailableHereError: If it is the address of a Ray Client server, and Ray Client is not installed.
+        StrategyUnavailableError: If it is the address of a Ray Client server, and Ray Client is not installed.
     """
     if address is not None and not isinstance(address, str):
         raise TypeError(f"`address` must be None, 'auto', 'local', 'host:port' or 'ray://host:port', got {address!r}.")
     if is_client_address(address) and importlib.util.find_spec("grpc") is None:
-        raise UnavailableHereError(
+        raise StrategyUnavailableError(
             f"`address={address!r}` needs Ray Client, which is not installed. Install it here and on the head of the"
             " cluster: `pip install 'ray[client]'`."
         )

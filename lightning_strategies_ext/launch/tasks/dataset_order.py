@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, parts_of, rebuilt
+from lightning_strategies_ext.nested import MAPPINGS, class_identity, is_collection, parts_of, rebuild
 
 IntArray = npt.NDArray[np.int64]
 
@@ -174,7 +174,7 @@ class SampleLayout:
     """Properties that outputs must share for their samples to be in one batch.
 
     Args:
-        kind: Type of the value; for a collection, :func:`.identity_of` its type.
+        kind: Type of the value; for a collection, :func:`.class_identity` its type.
         details: Dtype, device, and shape of a row of a tensor or array; the keys of a mapping; ``ENTRY_PER_SAMPLE``;
             the value of a constant.
         parts: Layouts of a collection's values.
@@ -247,7 +247,9 @@ def layout_of(
         if layout is None:
             return None
         parts.append(layout)
-    return SampleLayout(identity_of(type(value)), tuple(value) if isinstance(value, MAPPINGS) else None, tuple(parts))
+    return SampleLayout(
+        class_identity(type(value)), tuple(value) if isinstance(value, MAPPINGS) else None, tuple(parts)
+    )
 
 
 def is_of_batch(layout: SampleLayout) -> bool:
@@ -283,7 +285,7 @@ def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positi
         return entries
     columns = zip(*map(parts_of, values), strict=True)
     parts = [gather(part, list(column), rows, positions) for part, column in zip(layout.parts, columns, strict=True)]
-    return rebuilt(values[0], parts)
+    return rebuild(values[0], parts)
 
 
 def as_slice(positions: IntArray) -> Any:
@@ -302,5 +304,5 @@ def copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if is_collection(value):
-        return rebuilt(value, [copied(part) for part in parts_of(value)])
+        return rebuild(value, [copied(part) for part in parts_of(value)])
     return value

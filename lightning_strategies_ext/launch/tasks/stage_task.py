@@ -167,7 +167,7 @@ def _shared_objects(trainer: Any, arguments: Any) -> SharedObjects:
     found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
     found += [*trainer.callbacks, *trainer.loggers, trainer.strategy.accelerator, trainer.precision_plugin]
     found += [*module.modules(), *module.parameters(), *module.buffers()]
-    found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_of(trainer)])]
+    found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_sources(trainer)])]
     return SharedObjects([obj for obj in found if obj is not None], _UNSENDABLE_TYPES)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal, TypeAlias, get_args
 
-from lightning_strategies_ext.checks import check_whole_number
+from lightning_strategies_ext.checks import check_int
 
 CompressionName: TypeAlias = Literal["bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"]
 
@@ -57,8 +57,8 @@ class PowerSGD(Compression):
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
-        check_whole_number("rank", self.rank, 1)
-        check_whole_number("warmup_steps", self.warmup_steps, 0)
+        check_int("rank", self.rank, 1)
+        check_int("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TopK(Compression):
 
     def __post_init__(self) -> None:
         _check_positive("fraction", self.fraction, 1)
-        check_whole_number("warmup_steps", self.warmup_steps, 0)
+        check_int("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class LocalSGD(Compression):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        check_whole_number("period", self.period, 1)
-        check_whole_number("warmup_steps", self.warmup_steps, 0)
+        check_int("period", self.period, 1)
+        check_int("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import hatch_build
-from lightning_strategies_ext import names
-from tests.support import environments, other_name
+from lightning_strategies_ext import lightning_names
+from tests.support import environments, mirrored_repository
 from tests.support.ranks import REPOSITORY, run_script
 
 #: Tests that are run once more, with the other name in them; ``make matrix CORNERS=other_name`` runs all.
@@ -34,7 +34,7 @@ def run(script: str, directory: Path, *arguments: str) -> list[Any]:
 
 
 def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
-    directory = REPOSITORY / names.TWIN.replace(".", "/")
+    directory = REPOSITORY / lightning_names.MIRROR.replace(".", "/")
     found = {path.relative_to(directory): path.read_text() for path in directory.rglob("*.py")}
     expected = hatch_build.twins(REPOSITORY)
     assert found.keys() == expected.keys(), "run `python hatch_build.py`"
@@ -52,7 +52,7 @@ def test_none_of_them_says_lightning():
 @pytest.mark.timeout(900)
 def test_tests_pass_with_the_other_name_in_them(tmp_path):
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
-    other_name.write(tmp_path)
+    mirrored_repository.write(tmp_path)
     pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", NOT_AGAIN, *RUN_AGAIN)
     environment = {"PYTHONPATH": str(tmp_path)}
     result = run_script(*pytest_there, cwd=tmp_path, env=environment, timeout_s=800)
@@ -121,8 +121,8 @@ def test_both_in_one_process_train_alike_and_the_strategies_of_one_are_refused_b
     *are_equal, first, second = run(BOTH, tmp_path)
     assert are_equal == [True, True]
     line = "For the Trainer of `{}`: from {} import DDPSpawnStrategy; DDPSpawnStrategy(start_method='forkserver')"
-    assert line.format("pytorch_lightning", names.TWIN) in first
-    assert line.format("lightning", names.PACKAGE) in second
+    assert line.format("pytorch_lightning", lightning_names.MIRROR) in first
+    assert line.format("lightning", lightning_names.PACKAGE) in second
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +197,13 @@ OURS = "from lightning_strategies_ext import DDPStrategy"
 @pytest.mark.parametrize(
     ("imports", "module", "advice"),
     [
-        (["import pytorch_lightning as pl", OURS], f"{names.TWIN}.pytorch.ddp", ""),
+        (["import pytorch_lightning as pl", OURS], f"{lightning_names.MIRROR}.pytorch.ddp", ""),
         (["import lightning.pytorch as pl", OURS], "lightning_strategies_ext.pytorch.ddp", ""),
         ([OURS, "import lightning.pytorch as pl"], "lightning_strategies_ext.pytorch.ddp", ""),
         (
             [OURS, "import pytorch_lightning as pl"],
             "lightning_strategies_ext.pytorch.ddp",
-            f"For the Trainer of `pytorch_lightning`: from {names.TWIN} import DDPStrategy",
+            f"For the Trainer of `pytorch_lightning`: from {lightning_names.MIRROR} import DDPStrategy",
         ),
     ],
     ids=["pytorch_lightning first", "lightning first", "lightning last", "pytorch_lightning last"],
@@ -249,7 +249,7 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel, tmp_path):
     lightning = ("lightning", "lightning-*", "lightning_fabric*", "pytorch_lightning*")
     environment, _ = environments.make_environment(wheel, tmp_path, without=lightning)
-    for command in (("-m", names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):
+    for command in (("-m", lightning_names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):
         result = environment.run(*command)
         assert result.returncode == 1
         assert "the package 'lightning' is not installed. Run `pip install lightning`" in result.stdout + result.stderr
@@ -265,9 +265,9 @@ def test_the_wheel_serves_whoever_has_no_lightning(without_lightning, tmp_path):
     assert result.stdout.splitlines()[-1:] == ["[[8, true], [4, true], [true, true], 1.0, []]"], result
     options = "strategy=ddp_ext accelerator=cpu devices=1 max_steps=2 logger=false enable_progress_bar=false"
     result = without_lightning.run("-c", CLI, "fit", *(f"--trainer.{option}" for option in options.split()))
-    assert result.stdout.splitlines()[-1:] == [f"{names.TWIN}.pytorch.ddp 2"], result
-    result = without_lightning.run("-m", names.PACKAGE, "--json")
+    assert result.stdout.splitlines()[-1:] == [f"{lightning_names.MIRROR}.pytorch.ddp 2"], result
+    result = without_lightning.run("-m", lightning_names.PACKAGE, "--json")
     assert result.returncode == 0, result
     found = json.loads(result.stdout)
-    assert found["facts"]["Lightning"] == f"pytorch-lightning {version('pytorch-lightning')}"
+    assert found["environment"]["Lightning"] == f"pytorch-lightning {version('pytorch-lightning')}"
     assert [each["front_ends"] for each in found["strategies"] if each["name"] == "ddp_ext"] == [["Trainer", "Fabric"]]

@@ -2,7 +2,8 @@
 
 The packages ``lightning`` and ``pytorch_lightning`` (with ``lightning_fabric``) contain the same code, but their
 classes are distinct. Modules that import Lightning therefore exist twice: the source, for ``lightning``, and a mirror
-below :data:`TWIN`, for the other name. ``hatch_build.py`` generates the mirror when the package is built or installed.
+below :data:`MIRROR`, for the other name. ``hatch_build.py`` generates the mirror when the package is built or
+installed.
 """
 
 import sys
@@ -15,24 +16,24 @@ from lightning_strategies_ext import discovery
 
 PACKAGE = "lightning_strategies_ext"
 #: Package of the mirrored modules, for ``pytorch_lightning``.
-TWIN = f"{PACKAGE}.pytorch_lightning"
+MIRROR = f"{PACKAGE}.pytorch_lightning"
 
 
 @dataclass(frozen=True)
-class Name:
+class LightningName:
     """A name of Lightning.
 
     Attributes:
         package: Package that users import.
         trainer: Package of the Trainer.
         fabric: Package of Fabric.
-        ours: Package of this project's modules for the name.
+        package_for_it: Package of this project's modules for the name.
     """
 
     package: str
     trainer: str
     fabric: str
-    ours: str
+    package_for_it: str
 
     def path(self, path: str) -> str:
         """Returns the path of a module of this package for this name of Lightning.
@@ -40,7 +41,7 @@ class Name:
         Args:
             path: Path of the module for ``lightning``, optionally with a class after a colon.
         """
-        return self.ours + path.removeprefix(PACKAGE)
+        return self.package_for_it + path.removeprefix(PACKAGE)
 
     def load(self, path: str) -> ModuleType:
         """Imports a module of this package for this name of Lightning.
@@ -74,16 +75,16 @@ class Name:
         return self.trainer in sys.modules or self.fabric in sys.modules
 
 
-LIGHTNING = Name("lightning", "lightning.pytorch", "lightning.fabric", PACKAGE)
-PYTORCH_LIGHTNING = Name("pytorch_lightning", "pytorch_lightning", "lightning_fabric", TWIN)
+LIGHTNING = LightningName("lightning", "lightning.pytorch", "lightning.fabric", PACKAGE)
+PYTORCH_LIGHTNING = LightningName("pytorch_lightning", "pytorch_lightning", "lightning_fabric", MIRROR)
 
 
-def name_of(module: str) -> Name:
+def name_for_module(module: str) -> LightningName:
     """Returns the name of Lightning for which a module of this package is."""
-    return PYTORCH_LIGHTNING if module == TWIN or module.startswith(f"{TWIN}.") else LIGHTNING
+    return PYTORCH_LIGHTNING if module == MIRROR or module.startswith(f"{MIRROR}.") else LIGHTNING
 
 
-def in_use() -> Name:
+def current_name() -> LightningName:
     """Returns the name of Lightning for attributes of this package that exist for both names.
 
     It is the name that this process has imported or, before such an import, the name that is installed; ``lightning``

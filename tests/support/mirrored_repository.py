@@ -1,6 +1,6 @@
 """Writes a copy of this repository whose tests use ``pytorch_lightning`` in place of ``lightning``.
 
-    python -m tests.support.other_name DIRECTORY
+    python -m tests.support.mirrored_repository DIRECTORY
 
 ``hatch_build.py`` rewrites tests, benchmarks, examples and the code of the documentation as it rewrites the package. A
 module of this package is replaced by its mirror for ``pytorch_lightning``.
@@ -20,10 +20,10 @@ _ALSO = {
     r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
 }
 _REWRITTEN = ("tests", "benchmarks", "examples", "docs", "README.md")
-#: Tests of the sources, and of discovery, which `tests/test_both_names.py` tests with both names.
+#: Tests of the sources, and of discovery, which `tests/test_pytorch_lightning.py` tests with both names.
 _OF_SOURCES = (
     "test_imports",
-    "test_both_names",
+    "test_pytorch_lightning",
     "test_versions_table",
     "test_discovery",
     "test_docs",
