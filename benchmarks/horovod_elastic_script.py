@@ -1,6 +1,6 @@
-"""The script of :mod:`benchmarks.elastic`: a user's, which trains a net of so many parameters and notes when what was.
+"""The script of :mod:`benchmarks.horovod_elastic`: a user's, which trains a net of so many parameters and notes when what was.
 
-python -m benchmarks.elastic_ranks DIRECTORY NUM_PARAMETERS NUM_STEPS COMMIT_EVERY KILL_AT
+python -m benchmarks.horovod_elastic_script DIRECTORY NUM_PARAMETERS NUM_STEPS COMMIT_EVERY KILL_AT
 """
 
 import json
