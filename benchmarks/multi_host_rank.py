@@ -1,4 +1,4 @@
-"""One rank of :mod:`benchmarks.multi_host`: trains with one contender after another, and writes down what it has seen."""
+"""One rank of :mod:`benchmarks.multi_host`: trains with one contender after another, and writes down results."""
 
 import json
 import os
