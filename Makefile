@@ -125,7 +125,7 @@ docs: $(VENV)/.installed-docs
 # Pictures of five pages, as wide as a desk's screen and as a phone's, into build/look: look at them.
 CHROMIUM ?= chromium
 docs-look: docs
-	$(RUN) docs/look.py --chromium $(CHROMIUM)
+	$(RUN) docs/screenshots.py --chromium $(CHROMIUM)
 
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
 # gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.

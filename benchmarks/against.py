@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.names import CACHE_VARIABLES, PACKAGE, PACKAGE_VARIABLE
-from benchmarks.ranks import end_tree
+from benchmarks.rank_launcher import end_tree
 from benchmarks.report import DEFAULT_OUTPUT, Spread, paired_ratio, print_table, write_json
 from benchmarks.turns import Part
 

@@ -6,7 +6,7 @@
     python -m benchmarks.collectives --quick
     python -m benchmarks.collectives --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
-All-reduces by size are those of :mod:`benchmarks.message_sizes`, which says how they are measured. What follows is
+All-reduces by size are those of :mod:`benchmarks.all_reduce_sizes`, which says how they are measured. What follows is
 about the strategy methods.
 
 Two CPU ranks on this host; the stock strategy over gloo, ours over gloo and over our ``shm``. All live in the same two
@@ -35,9 +35,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks import against, message_sizes
+from benchmarks import against, all_reduce_sizes
 from benchmarks.contenders import silence_lightning
-from benchmarks.ranks import join, run_ranks
+from benchmarks.rank_launcher import join, run_ranks
 from benchmarks.report import (
     Panel,
     Spread,
@@ -243,14 +243,14 @@ def main() -> None:
     if arguments.against:
         settings = {"calls": arguments.calls, "gap_us": arguments.gap_us}
         operations = Part("benchmarks.collectives:rows", arguments.rounds, settings, num_ranks=2)
-        sizes = [Part("benchmarks.message_sizes:rows", arguments.rounds, num_ranks=num) for num in arguments.ranks]
+        sizes = [Part("benchmarks.all_reduce_sizes:rows", arguments.rounds, num_ranks=num) for num in arguments.ranks]
         parts = {"operations": [operations], "sizes": sizes, "all": [operations, *sizes]}
         against.compare("collectives", arguments, parts[arguments.part])
         return
     if arguments.part != "sizes":
         compare_operations(arguments)
     if arguments.part != "operations":
-        message_sizes.run(arguments.ranks, arguments.rounds, arguments.output)
+        all_reduce_sizes.run(arguments.ranks, arguments.rounds, arguments.output)
 
 
 if __name__ == "__main__":

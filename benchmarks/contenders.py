@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.ranks import join
+from benchmarks.rank_launcher import join
 from benchmarks.report import rotated
 
 NUM_FEATURES = 64

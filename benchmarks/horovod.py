@@ -3,7 +3,8 @@
     python -m benchmarks.horovod
     python -m benchmarks.horovod --hidden 32 --rounds 30
     python -m benchmarks.horovod --quick
-    python -m benchmarks.horovod --elastic             # commits, and the loss of a rank: see benchmarks/elastic.py
+    python -m benchmarks.horovod --elastic             # commits, and the loss of a rank: see
+    benchmarks/horovod_elastic.py
 
 Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory;
 once with ranks of `horovodrun`, which talk over Horovod's gloo, and once with ranks of `mpirun`, which talk over MPI.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Case, Length
-from benchmarks.elastic import measure_elastic
+from benchmarks.horovod_elastic import measure_elastic
 from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
 from benchmarks.report import (
     Panel,

@@ -32,8 +32,8 @@ from benchmarks.contenders import (
     train_in_turn,
     train_with_lightning,
 )
-from benchmarks.horovod_launch import BIN, start_of
-from benchmarks.ranks import collect, free_port, rank_main
+from benchmarks.horovod_commands import BIN, start_of
+from benchmarks.rank_launcher import collect, free_port, rank_main
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
 OURS = "horovod_ext"

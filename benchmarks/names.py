@@ -49,7 +49,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "shm.compiler:NotCompiledError",
         "shm.compilation:NotCompiledError",
     ),
-    # Failure monitor, for `benchmarks.watch`.
+    # Failure monitor, for `benchmarks.failure_monitor`.
     "ThreadActivity": ("failure.thread_activity:ThreadActivity", "failure.activity:Activity"),
     "StatusTable": ("failure.status_table:StatusTable", "failure.board:Board"),
     "open_status_table": ("failure.status_table:StatusTable.open_for_host", "failure.board:Board.of_host"),

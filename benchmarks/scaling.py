@@ -12,11 +12,11 @@ scaling: the step of one rank alone over the step of all.
 
 How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, on 2 and 4
 hosts over gloo, and two on each of 2 hosts by two levels. Hosts are network namespaces whose cables are held to a rate,
-which takes root (see :mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta
-are fitted to all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks
-here share two cores, so the computation is measured with as many ranks computing at once: the same training with a hook
-that exchanges nothing, in turn with the others, round by round. What compressing takes is measured by itself. An error
-is a part of the measured median; 15 % are allowed.
+which takes root (see :mod:`benchmarks.network_namespaces`); without, they are left out. In the same processes alpha and
+beta are fitted to all-reduces of several sizes, never to steps; those between two hosts are used for four as well.
+Ranks here share two cores, so the computation is measured with as many ranks computing at once: the same training with
+a hook that exchanges nothing, in turn with the others, round by round. What compressing takes is measured by itself. An
+error is a part of the measured median; 15 % are allowed.
 
 Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
 nothing overlaps, nor where an exchange of several hosts begins inside each of them, or computes between messages as
@@ -29,9 +29,9 @@ import sys
 from statistics import median
 from typing import Any
 
-from benchmarks.namespaces import NoHostsError
+from benchmarks.network_namespaces import NoHostsError
 from benchmarks.report import environment, parse, write_json
-from benchmarks.scaling_exchanges import BF16, LOCALSGD, POWERSGD, Compressions, Training, thin_share
+from benchmarks.scaling_costs import BF16, LOCALSGD, POWERSGD, Compressions, Training, thin_share
 from benchmarks.scaling_model import Computation, Link, halving_doubling, ring
 from benchmarks.scaling_rank import COMPUTE, PLAIN, Job, Stack
 from benchmarks.scaling_runs import Case, measure

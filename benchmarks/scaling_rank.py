@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn import functional
 
+from benchmarks.all_reduce_sizes import calibrate, time_block
 from benchmarks.contenders import (
     LEARNING_RATE,
     NUM_CLASSES,
@@ -30,7 +31,6 @@ from benchmarks.contenders import (
     StepTimer,
     silence_lightning,
 )
-from benchmarks.message_sizes import calibrate, time_block
 from benchmarks.report import rotated
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec

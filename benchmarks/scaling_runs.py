@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import namespaces
-from benchmarks.ranks import free_port
+from benchmarks import network_namespaces
+from benchmarks.rank_launcher import free_port
 from benchmarks.scaling_model import Bucket, Computation, Link, Sample, fit
 from benchmarks.scaling_rank import APART, COMPUTE, Job, arguments_of
 
@@ -87,9 +87,9 @@ def measure(job: Job, megabits: float, timeout_s: float) -> Case:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         job = replace(job, directory=str(directory))
-        hosts: list[namespaces.Host] = []
+        hosts: list[network_namespaces.Host] = []
         if job.num_hosts > 1:
-            hosts = stack.enter_context(namespaces.hosts(job.num_hosts, directory))
+            hosts = stack.enter_context(network_namespaces.hosts(job.num_hosts, directory))
             for host in hosts:
                 if megabits:
                     host.set_rate(megabits)
@@ -98,7 +98,7 @@ def measure(job: Job, megabits: float, timeout_s: float) -> Case:
         return merged(job, [json.loads((directory / f"{rank}.json").read_text()) for rank in ranks])
 
 
-def run(job: Job, hosts: Sequence[namespaces.Host], timeout_s: float) -> None:
+def run(job: Job, hosts: Sequence[network_namespaces.Host], timeout_s: float) -> None:
     """Starts all ranks, on this machine if there are no hosts, and waits for them.
 
     Raises:

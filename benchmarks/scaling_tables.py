@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import Curves, Spread, draw_curves, print_table
-from benchmarks.scaling_exchanges import (
+from benchmarks.scaling_costs import (
     BF16,
     EXCHANGES,
     LOCALSGD,

@@ -32,7 +32,7 @@ from benchmarks.contenders import (
     train_over,
     train_with_lightning,
 )
-from benchmarks.ranks import run_ranks
+from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import Spread, of_slowest_rank, parse, print_table, write_json
 from benchmarks.step_time import ALONE, NUM_HIDDEN
 from lightning_strategies_ext import DDPStrategy

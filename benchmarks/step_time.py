@@ -57,7 +57,7 @@ from benchmarks.contenders import (
     train_over,
     train_with_lightning,
 )
-from benchmarks.ranks import run_ranks
+from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
     Panel,
     Spread,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import names, ranks
+from benchmarks import names, rank_launcher
 
 #: How long a rank waits for its next turn; a run of the other revision is in between.
 TURN_TIMEOUT = timedelta(hours=12)
@@ -80,12 +80,12 @@ def take_turns(part: Part, address: str, chosen: Sequence[str]) -> None:
     for turn in count():
         name = connection.recv() if connection else None
         if part.num_ranks:
-            name = ranks.send_to_all(f"turn {turn}", name, TURN_TIMEOUT)
+            name = rank_launcher.send_to_all(f"turn {turn}", name, TURN_TIMEOUT)
         if name is None:
             return
         figures = rows[name].measure()
         if part.num_ranks:  # a job is as slow as its slowest rank
-            per_rank = ranks.collect_on_first(f"figures {turn}", figures, TURN_TIMEOUT)
+            per_rank = rank_launcher.collect_on_first(f"figures {turn}", figures, TURN_TIMEOUT)
             figures = {figure: max(one[figure] for one in per_rank) for figure in figures} if per_rank else {}
         if connection:
             connection.send(figures)
@@ -108,7 +108,7 @@ def main() -> None:
         return
     part, address, chosen = Part(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3:]
     if part.num_ranks:
-        ranks.run_ranks(take_turns, part, address, chosen, world_size=part.num_ranks, backend=part.backend)
+        rank_launcher.run_ranks(take_turns, part, address, chosen, world_size=part.num_ranks, backend=part.backend)
     else:
         take_turns(part, address, chosen)
 

@@ -114,8 +114,8 @@ def test_every_plot_of_the_benchmarks_is_shown():
 
 
 def test_failures_that_are_described_can_be_made():
-    cases = set(re.findall(r'^ {8}"([\w-]+)": \w+,$', (DOCS / "failures.py").read_text(), re.MULTILINE))
-    described = {case for page in PAGES for case in re.findall(r"docs/failures\.py ([\w-]+)", page.read_text())}
+    cases = set(re.findall(r'^ {8}"([\w-]+)": \w+,$', (DOCS / "failure_demo.py").read_text(), re.MULTILINE))
+    described = {case for page in PAGES for case in re.findall(r"docs/failure_demo\.py ([\w-]+)", page.read_text())}
     assert described - {"--help"} <= cases
 
 

@@ -84,7 +84,7 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
     package = repository / PACKAGE
     (package / "failure" / "status_table.py").open("a").write("\n")
     options = ("--ranks", 2, "--hosts", 8, "--rounds", 1, "--output", tmp_path)
-    done = run_benchmark(repository, "watch", "--against", "HEAD~1", *options)
+    done = run_benchmark(repository, "failure_monitor", "--against", "HEAD~1", *options)
     assert done.returncode == 0, done.stdout
     short = git(repository, "rev-parse", "--short", "HEAD~1").strip()
     assert (
@@ -101,7 +101,7 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
 def test_an_interrupt_ends_all_processes_and_removes_the_worktree(repository):
     before = git(repository, "worktree", "list")
     options = ["--against", "HEAD", "--ranks", "2", "--rows", "heartbeat", "--rounds", "100000"]
-    command = [sys.executable, "-m", "benchmarks.watch", *options]
+    command = [sys.executable, "-m", "benchmarks.failure_monitor", *options]
     process = subprocess.Popen(command, cwd=repository, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.scaling_exchanges import EXCHANGES, RING, TREE, TWO_LEVELS, Compressions, Training, costs_of, thin_share
+from benchmarks.scaling_costs import EXCHANGES, RING, TREE, TWO_LEVELS, Compressions, Training, costs_of, thin_share
 from benchmarks.scaling_model import (
     BUCKET_NUM_BYTES,
     FIRST_BUCKET_NUM_BYTES,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.horovod_launch import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
+from benchmarks.horovod_commands import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
 from tests.support.elastic_training import (
     NUM_EPOCHS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.horovod_launch import FIRST, SECOND, start_of
+from benchmarks.horovod_commands import FIRST, SECOND, start_of
 from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, number, rows
 from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
 

@@ -22,7 +22,7 @@ import time
 import torch.multiprocessing
 from lightning.fabric import Fabric
 
-from benchmarks.ranks import free_port
+from benchmarks.rank_launcher import free_port
 from lightning_strategies_ext.failure.failure_monitor import known_failure
 from tests.support.models import MLP, loader, make_trainer
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.horovod_launch import BIN
-from benchmarks.ranks import free_port
+from benchmarks.horovod_commands import BIN
+from benchmarks.rank_launcher import free_port
 from tests.faults.program import HANG_TIMEOUT_S
 from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment

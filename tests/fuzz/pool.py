@@ -20,8 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.horovod_launch import BIN, start_of
-from benchmarks.ranks import free_port
+from benchmarks.horovod_commands import BIN, start_of
+from benchmarks.rank_launcher import free_port
 from tests.fuzz.cases import Case
 from tests.fuzz.training import Outcome
 from tests.support.ranks import REPOSITORY, SELDOM, WITHOUT_MPI, clean_environment, kill_tree

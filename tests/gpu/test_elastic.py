@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ranks import free_port
+from benchmarks.rank_launcher import free_port
 from tests.gpu.devices import ON_CPU, Ranks
 from tests.support import elastic_runs
 from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, check_is_as_good_as_undisturbed, run_workers

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.horovod_launch import BIN, start_of
+from benchmarks.horovod_commands import BIN, start_of
 from lightning_strategies_ext import rank_variables
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import WITHOUT_MPI, run_command

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from benchmarks.horovod_launch import start_of
+from benchmarks.horovod_commands import start_of
 from lightning_strategies_ext import HorovodStrategy
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo, launcher_variables
 from tests.support.examples import EXAMPLE_ENVIRONMENT

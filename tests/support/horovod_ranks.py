@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.horovod_launch import BIN, start_of
+from benchmarks.horovod_commands import BIN, start_of
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from tests.support.ranks import LIMIT_S, SELDOM, run_command
 

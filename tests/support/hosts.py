@@ -1,4 +1,4 @@
-"""Two hosts on one Linux machine, each of which is a network namespace; see :mod:`benchmarks.namespaces`.
+"""Two hosts on one Linux machine, each of which is a network namespace; see :mod:`benchmarks.network_namespaces`.
 
 with two_hosts(tmp_path) as hosts:  # raises NoHostsError if this machine permits no namespaces
     process = hosts[1].start("train.py", log=tmp_path / "log", MASTER_ADDR=ADDRESSES[0])
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks import namespaces
-from benchmarks.namespaces import NoHostsError as NoHostsError
-from benchmarks.namespaces import run as run
+from benchmarks import network_namespaces
+from benchmarks.network_namespaces import NoHostsError as NoHostsError
+from benchmarks.network_namespaces import run as run
 from tests.support.ranks import REPOSITORY, clean_environment
 
-ADDRESSES = namespaces.address_of(0), namespaces.address_of(1)
+ADDRESSES = network_namespaces.address_of(0), network_namespaces.address_of(1)
 
 # As with the real `ssh`, the command has only the environment of a login, runs in the user's home, is no child of a
 # process here, and continues when `ssh` is killed.
@@ -47,7 +47,7 @@ sys.exit(code[0] if code else 255)
 """
 
 
-class Host(namespaces.Host):
+class Host(network_namespaces.Host):
     """A host on which tests start programs."""
 
     def start(self, *command: str | Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
@@ -73,7 +73,7 @@ def two_hosts(directory: Path) -> Iterator[list[Host]]:
     Raises:
         NoHostsError: If this machine does not permit network namespaces.
     """
-    with namespaces.hosts(2, directory, Host) as hosts:
+    with network_namespaces.hosts(2, directory, Host) as hosts:
         yield hosts
 
 

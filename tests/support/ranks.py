@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
-from benchmarks.ranks import free_port
+from benchmarks.rank_launcher import free_port
 from lightning_strategies_ext.torch_distributed import process_group
 
 REPOSITORY = Path(__file__).parents[2]

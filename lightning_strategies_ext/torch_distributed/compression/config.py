@@ -119,8 +119,8 @@ class DiLoCo(LocalSGD):
     """Local SGD with outer steps: Nesterov's momentum, from the last common model along the mean change of the ranks.
 
     See Douillard et al. 2023 (https://arxiv.org/abs/2311.08105), the source of the learning rate. Their momentum is
-    0.9, with 500 steps between exchanges. With 32 steps, 0.9 made the loss 7 to 11 % larger in ``benchmarks.hosts``,
-    and 0.5 makes it 1 % larger. A rank keeps two copies of the model.
+    0.9, with 500 steps between exchanges. With 32 steps, 0.9 made the loss 7 to 11 % larger in
+    ``benchmarks.multi_host``, and 0.5 makes it 1 % larger. A rank keeps two copies of the model.
 
     Args:
         period: Number of steps of an optimizer between two outer steps.

@@ -1,7 +1,7 @@
 """What ``uneven_inputs`` costs while all ranks have data: milliseconds per training step, beside stock.
 
-    python -m benchmarks.uneven
-    python -m benchmarks.uneven --hidden 32 --rounds 21
+    python -m benchmarks.uneven_inputs
+    python -m benchmarks.uneven_inputs --hidden 32 --rounds 21
 
 The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: stock ``ddp`` and
 ``ddp_ext`` with a loader that has a length, with and without ``uneven_inputs="join"``; and the same with a stream, of
@@ -24,7 +24,7 @@ from benchmarks.contenders import (
     train_over,
     train_with_lightning,
 )
-from benchmarks.ranks import run_ranks
+from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import Spread, of_slowest_rank, paired_ratio, print_table
 from lightning_strategies_ext import DDPStrategy
 

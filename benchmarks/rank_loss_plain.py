@@ -1,4 +1,4 @@
-"""The script of plain torch in :mod:`benchmarks.lost_rank`: a step with DDP and nothing else. No rank dies."""
+"""The script of plain torch in :mod:`benchmarks.rank_loss`: a step with DDP and nothing else. No rank dies."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.lost_rank_job import BATCH_SIZE, LEARNING_RATE, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, Job, Notes, Numbered
 
 
 def main() -> None:

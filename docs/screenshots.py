@@ -1,7 +1,7 @@
 """Takes pictures of pages of the built site with a headless browser, as wide as a desk's screen and as a phone's.
 
-    python docs/look.py                         # five pages, 1280 and 390 pixels wide, into build/look
-    python docs/look.py --dark dp choose        # these pages, in dark colours
+    python docs/screenshots.py                         # five pages, 1280 and 390 pixels wide, into build/look
+    python docs/screenshots.py --dark dp choose        # these pages, in dark colours
 
 It fails where a page is wider than its window, so that a reader would have to scroll sideways. The browser is Debian's
 ``chromium``, or what ``--chromium`` names. They talk through two pipes: no port is opened.

@@ -1,8 +1,8 @@
 """Lets a training fail in the way that is asked for, so that one can read what a user reads then.
 
-    python docs/failures.py raise                              # strategy="ddp_ext", two CPU ranks
-    python docs/failures.py kill --strategy ddp_spawn_ext
-    horovodrun -np 2 python docs/failures.py raise --strategy horovod_ext
+    python docs/failure_demo.py raise                              # strategy="ddp_ext", two CPU ranks
+    python docs/failure_demo.py kill --strategy ddp_spawn_ext
+    horovodrun -np 2 python docs/failure_demo.py raise --strategy horovod_ext
 
 docs/failures.md shows what came of it. Each case is a function here, named as on the command line.
 """

@@ -1,8 +1,8 @@
 """What the watch over ranks costs: a look of one rank at itself and its host, and the talk between hosts.
 
-    python -m benchmarks.watch
-    python -m benchmarks.watch --hosts 2 64 1024 --seconds 20
-    python -m benchmarks.watch --against HEAD~1    # two revisions in turns: see benchmarks/against.py
+    python -m benchmarks.failure_monitor
+    python -m benchmarks.failure_monitor --hosts 2 64 1024 --seconds 20
+    python -m benchmarks.failure_monitor --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at rank 0, in
 a process of its own; those that speak for the other hosts are all in this one, and train nothing.
@@ -176,7 +176,7 @@ def main() -> None:
             "ranks_per_host": options.ranks_per_host,
             "seconds": options.seconds,
         }
-        against.compare("watch", options, [Part("benchmarks.watch:rows", options.rounds, settings)])
+        against.compare("watch", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
         return
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
     rows = [

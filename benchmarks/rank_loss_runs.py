@@ -1,4 +1,4 @@
-"""Starts one run of a contender of :mod:`benchmarks.lost_rank`, and works out what its ranks have written."""
+"""Starts one run of a contender of :mod:`benchmarks.rank_loss`, and works out what its ranks have written."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import IO
 
-from benchmarks.lost_rank_job import NUM_RANKS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job, Step, read_steps
-from benchmarks.ranks import end_tree, free_port
+from benchmarks.rank_launcher import end_tree, free_port
+from benchmarks.rank_loss_training import NUM_RANKS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job, Step, read_steps
 
 HAS_TORCHFT = find_spec("torchft") is not None
 #: For one run, in seconds; only a hang reaches it.
@@ -66,7 +66,7 @@ def run_torchrun(script: str, *options: str, **variables: str) -> Callable[[Job,
 
 def run_spawn(job: Job, output: IO[str], _: int) -> None:
     """Runs a script that starts its own workers."""
-    wait_for([start(["-m", "benchmarks.lost_rank_lightning", job.argument], output)])
+    wait_for([start(["-m", "benchmarks.rank_loss_lightning", job.argument], output)])
 
 
 def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
@@ -87,7 +87,7 @@ def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
     lighthouse = start([str(script), *arguments], output)
 
     def start_group(group: int) -> "subprocess.Popen[bytes]":
-        arguments = ["-m", "benchmarks.lost_rank_torchft", job.argument, str(group)]
+        arguments = ["-m", "benchmarks.rank_loss_torchft", job.argument, str(group)]
         return start(arguments, output, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
 
     try:
@@ -97,11 +97,11 @@ def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
 
 
 START: dict[str, Callable[[Job, IO[str], int], None]] = {
-    PLAIN: run_torchrun("benchmarks.lost_rank_plain", "-m"),
+    PLAIN: run_torchrun("benchmarks.rank_loss_plain", "-m"),
     SPAWN: run_spawn,
-    RESTARTED: run_torchrun("benchmarks.lost_rank_lightning", *RESTARTS),
+    RESTARTED: run_torchrun("benchmarks.rank_loss_lightning", *RESTARTS),
     # With torch 2.13 some restarts of stock wait for ever for what ranks that are gone have written to a shared store.
-    STOCK: run_torchrun("benchmarks.lost_rank_lightning", *RESTARTS, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+    STOCK: run_torchrun("benchmarks.rank_loss_lightning", *RESTARTS, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
     TORCHFT: run_torchft,
 }
 

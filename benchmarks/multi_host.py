@@ -1,12 +1,12 @@
 """Training on several hosts over a slow network: time per step and bytes on the cable, by strategy and compression.
 
-    python -m benchmarks.hosts                               # 1 Gbit/s, two hosts, one and two ranks on each
-    python -m benchmarks.hosts --rates 100 1000 10000 0 --hosts 2 4 --ranks 1
-    python -m benchmarks.hosts --only ddp powersgd --steps 2000 --rates 0 --rounds 1     # how they learn
+    python -m benchmarks.multi_host                               # 1 Gbit/s, two hosts, one and two ranks on each
+    python -m benchmarks.multi_host --rates 100 1000 10000 0 --hosts 2 4 --ranks 1
+    python -m benchmarks.multi_host --only ddp powersgd --steps 2000 --rates 0 --rounds 1     # how they learn
 
-Hosts are network namespaces, see :mod:`benchmarks.namespaces`: they share this machine's cores, and what leaves each is
-held to a rate (0: to none). A transformer of some ten million parameters learns the documentation strings of Python's
-standard library. Contenders take turns in each round; times are those of the slowest rank.
+Hosts are network namespaces, see :mod:`benchmarks.network_namespaces`: they share this machine's cores, and what leaves
+each is held to a rate (0: to none). A transformer of some ten million parameters learns the documentation strings of
+Python's standard library. Contenders take turns in each round; times are those of the slowest rank.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import namespaces
-from benchmarks.horovod_launch import RENDEZVOUS
-from benchmarks.hosts_rank import CONTENDERS, HOROVOD, Job
+from benchmarks import network_namespaces
+from benchmarks.horovod_commands import RENDEZVOUS
+from benchmarks.multi_host_rank import CONTENDERS, HOROVOD, Job
 from benchmarks.report import (
     DEFAULT_OUTPUT,
     Panel,
@@ -54,7 +54,7 @@ GOALS = (
 Measured = dict[str, list[dict[str, Any]]]
 
 
-def run_round(job: Job, hosts: Sequence[namespaces.Host], timeout_s: float) -> dict[str, dict[str, Any]]:
+def run_round(job: Job, hosts: Sequence[network_namespaces.Host], timeout_s: float) -> dict[str, dict[str, Any]]:
     """Starts all ranks and waits for them.
 
     Returns:
@@ -69,7 +69,7 @@ def run_round(job: Job, hosts: Sequence[namespaces.Host], timeout_s: float) -> d
             log = Path(job.directory, f"{node}-{local}.log")
             variables = {"NODE_RANK": node, "LOCAL_RANK": local, "MASTER_ADDR": hosts[0].address, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-            command = [*host.enter(), sys.executable, "-m", "benchmarks.hosts_rank", json.dumps(asdict(job))]
+            command = [*host.enter(), sys.executable, "-m", "benchmarks.multi_host_rank", json.dumps(asdict(job))]
             with log.open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
             logs.append(log)
@@ -88,7 +88,7 @@ def measure(job: Job, rate: float, rounds: int, timeout_s: float) -> Measured:
     """Measures all contenders, round by round."""
     measured: Measured = {name: [] for name in job.contenders}
     with tempfile.TemporaryDirectory() as directory:
-        with namespaces.hosts(job.num_hosts, Path(directory)) as hosts:
+        with network_namespaces.hosts(job.num_hosts, Path(directory)) as hosts:
             for host in hosts:
                 if rate:
                     host.set_rate(rate)
@@ -104,7 +104,7 @@ def measure(job: Job, rate: float, rounds: int, timeout_s: float) -> Measured:
 
 
 @contextmanager
-def rendezvous_of_horovod(job: Job, host: namespaces.Host) -> Iterator[int]:
+def rendezvous_of_horovod(job: Job, host: network_namespaces.Host) -> Iterator[int]:
     """Where its ranks meet, if they do, until the block ends; gives the port, on that host."""
     if HOROVOD not in job.contenders:
         yield 0

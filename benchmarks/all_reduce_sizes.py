@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import run_ranks
+from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
     Curves,
     Spread,

@@ -1,4 +1,4 @@
-"""The script of those contenders of :mod:`benchmarks.lost_rank` that use a Trainer: a user's, which writes notes."""
+"""The script of those contenders of :mod:`benchmarks.rank_loss` that use a Trainer: a user's, which writes notes."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import names
 from benchmarks.contenders import silence_lightning
-from benchmarks.lost_rank_job import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Notes, Numbered
 
 Batch = tuple[Tensor, Tensor]
 

@@ -1,7 +1,7 @@
 """What it takes ``ddp_spawn_elastic_ext`` to go on when a worker is killed.
 
-    python -m benchmarks.elastic_workers
-    python -m benchmarks.elastic_workers --parameters 1 100 --rounds 5
+    python -m benchmarks.spawn_elastic
+    python -m benchmarks.spawn_elastic --parameters 1 100 --rounds 5
 
 Two CPU workers, one torch thread each, linear layers of so many million parameters, Adam, 32 samples per worker. In
 each round a ``fit`` of its own; one worker kills itself in the middle. Times are from there to the end of the first

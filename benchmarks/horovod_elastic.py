@@ -1,7 +1,7 @@
 """What elastic training costs, for ``python -m benchmarks.horovod --elastic``: each commit, and the loss of a rank.
 
-    python -m benchmarks.elastic                     # the same
-    python -m benchmarks.elastic --against HEAD~1    # two revisions in turns: see benchmarks/against.py
+    python -m benchmarks.horovod_elastic                     # the same
+    python -m benchmarks.horovod_elastic --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Each round starts two CPU ranks under an elastic `horovodrun`, one torch thread each, which train a net of linear
 layers with Adam, 32 samples per rank and batch. Every few steps they commit; at a given step rank 1 kills itself.
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import against
-from benchmarks.horovod_launch import FIRST, SECOND, elastic_horovodrun
+from benchmarks.horovod_commands import FIRST, SECOND, elastic_horovodrun
 from benchmarks.report import Spread, parse, print_table, write_json
 from benchmarks.turns import Part, Row
 
@@ -52,7 +52,7 @@ def measure_round(num_parameters: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         command = elastic_horovodrun(Path(directory), (FIRST, SECOND), 1)
         numbers = [num_parameters, kill_at + 3, COMMIT_EVERY, kill_at]
-        script = [sys.executable, "-m", "benchmarks.elastic_ranks", directory, *map(str, numbers)]
+        script = [sys.executable, "-m", "benchmarks.horovod_elastic_script", directory, *map(str, numbers)]
         result = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600)
         if result.returncode:
             raise RuntimeError(result.stdout + result.stderr)
@@ -125,7 +125,7 @@ def main() -> None:
     if arguments.rounds < 1:
         parser.error("--rounds must be positive")
     if arguments.against:
-        part = Part("benchmarks.elastic:rows", arguments.rounds, {"millions": arguments.parameters})
+        part = Part("benchmarks.horovod_elastic:rows", arguments.rounds, {"millions": arguments.parameters})
         against.compare("elastic", arguments, [part])
     else:
         measure_elastic(arguments.rounds, arguments.parameters, arguments.output)

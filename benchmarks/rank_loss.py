@@ -1,8 +1,8 @@
 """What the loss of a rank costs, and what being prepared for it costs: elastic strategies, stock with files, torchft.
 
-    python -m benchmarks.lost_rank
-    python -m benchmarks.lost_rank --parameters 1 --rounds 11
-    python -m benchmarks.lost_rank --against HEAD~1    # two revisions in turns: see benchmarks/against.py
+    python -m benchmarks.rank_loss
+    python -m benchmarks.rank_loss --parameters 1 --rounds 11
+    python -m benchmarks.rank_loss --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Two CPU ranks on this host, one thread each, train linear layers of width 1000 with Adam, 32 samples per rank and step.
 In each round every contender trains an epoch of four and a half intervals between commits; in the middle of the fourth
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import against
-from benchmarks.lost_rank_job import CONTENDERS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job
-from benchmarks.lost_rank_runs import HAS_TORCHFT, run
+from benchmarks.rank_loss_runs import HAS_TORCHFT, run
+from benchmarks.rank_loss_training import CONTENDERS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job
 from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_goals, print_table, rotated, write_json
 from benchmarks.turns import Part, Row
 
@@ -194,7 +194,7 @@ def main() -> None:
     if arguments.against:
         parts = [
             Part(
-                "benchmarks.lost_rank:rows",
+                "benchmarks.rank_loss:rows",
                 settings["rounds"],
                 {"names": arguments.contenders, "millions": millions, "interval": settings["interval"]},
             )

@@ -1,7 +1,7 @@
 """What ``CommunicationMonitor`` costs: milliseconds per training step with and without it, and what it says of them.
 
-    python -m benchmarks.monitor
-    python -m benchmarks.monitor --hidden 32 --rounds 41
+    python -m benchmarks.communication_monitor
+    python -m benchmarks.communication_monitor --hidden 32 --rounds 41
 
 The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: ``ddp_ext``, the same
 with a monitor, and the same with a callback that has the monitor's hooks and does nothing in them, which is what
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import Case, Length, silence_lightning, train_in_rounds, train_over, train_with_lightning
-from benchmarks.ranks import run_ranks
+from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
     DEFAULT_OUTPUT,
     Panel,

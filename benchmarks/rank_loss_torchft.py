@@ -1,6 +1,6 @@
-"""The script of torchft in :mod:`benchmarks.lost_rank`: a replica group of one rank, as in torchft's own example.
+"""The script of torchft in :mod:`benchmarks.rank_loss`: a replica group of one rank, as in torchft's own example.
 
-    python -m benchmarks.lost_rank_torchft JOB GROUP
+    python -m benchmarks.rank_loss_torchft JOB GROUP
 
 A group that is started again begins with the first samples of its share, as there: torchft leaves the position in the
 data to its users.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
 
-from benchmarks.lost_rank_job import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, Job, Notes, Numbered
 
 
 def wait_for_others(job: Job, group: int) -> None:

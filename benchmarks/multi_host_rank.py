@@ -1,4 +1,4 @@
-"""One rank of :mod:`benchmarks.hosts`: trains with one contender after another, and writes down what it has seen."""
+"""One rank of :mod:`benchmarks.multi_host`: trains with one contender after another, and writes down results."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.contenders import silence_lightning
-from benchmarks.horovod_launch import variables_of_rank
+from benchmarks.horovod_commands import variables_of_rank
 from examples.transformer import Transformer, documentation
 from lightning_strategies_ext import DDPStrategy, DiLoCo
 from lightning_strategies_ext.torch_distributed import process_group

@@ -1,4 +1,4 @@
-"""What all contenders of :mod:`benchmarks.lost_rank` train, and what each rank writes down of it."""
+"""What all contenders of :mod:`benchmarks.rank_loss` train, and what each rank writes down of it."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The script of :mod:`benchmarks.elastic`: a user's, which trains a net of so many parameters and notes when what was.
+"""The script of :mod:`benchmarks.horovod_elastic`: trains a net, and writes down the time of each event.
 
-python -m benchmarks.elastic_ranks DIRECTORY NUM_PARAMETERS NUM_STEPS COMMIT_EVERY KILL_AT
+python -m benchmarks.horovod_elastic_script DIRECTORY NUM_PARAMETERS NUM_STEPS COMMIT_EVERY KILL_AT
 """
 
 import json
