@@ -185,6 +185,9 @@ def possible(case: Case) -> Case:
         changes["sync_batchnorm"] = False  # refused on CPUs
     if case.strategy == "horovod_ext" and case.callback == "ema" and "batch_norm" in has:
         changes["callback"] = ""
+    if spawned and case.callback == "ema" and case.later and has & {"batch_norm", "buffer"}:
+        # Workers of a later stage get rank 0's average; a rank of Lightning's `ddp` keeps its own, with its own buffers.
+        changes["callback"] = ""
     if case.data != "map" or case.max_steps != -1:
         changes |= {"val_check_interval": 1.0 if case.data == "iterable" else case.val_check_interval}
     if spawned and {"fit", "resume"} & set(case.later):
