@@ -21,12 +21,12 @@ from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
-from lightning_strategies_ext.horovod.gradient_exchange import (
+from lightning_strategies_ext.horovod.exchange_options import (
     HorovodCompression,
     HorovodExchangeOptions,
-    HorovodGradientExchange,
     check_exchanges_nothing,
 )
+from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientExchange
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync

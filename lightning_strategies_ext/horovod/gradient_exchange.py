@@ -7,103 +7,34 @@ held back, gradients accumulate locally. The next backward pass that is not held
 accumulation window has one exchange.
 
 Adasum combines parameter updates of the ranks' optimizers instead of gradients (as Horovod's ``DistributedOptimizer``
-does), see :class:`AdasumExchange`.
+does), see :mod:`.adasum`.
 
 Limitations: If a parameter has no gradient on one rank, its exchange starts on this rank only after the backward pass,
 with a gradient of zeros, and the other ranks wait for it.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
 from lightning_strategies_ext.gradients import NUM_HOLDERS, unshare_gradient
+from lightning_strategies_ext.horovod.exchange_options import HorovodExchangeOptions
 from lightning_strategies_ext.horovod.synchronize import synchronize
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
-HorovodCompression = Literal["none", "fp16"]
-GradientOp = Literal["average", "sum", "adasum"]
 #: Size at which a group of gradients is full, in bytes. Each operation costs a negotiation between Horovod's threads of
 #: all ranks (with gloo on one host, a step with six small gradients took 15 % less time with one group). The limit lets
 #: the gradients of the last layers be exchanged while those of the first layers are computed.
 GROUP_NUM_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class HorovodExchangeOptions:
-    """Options of the gradient exchange, without classes of Horovod, so that they can be checked without Horovod.
-
-    Attributes:
-        compression: Compression of gradients for the transfer, "none" or "fp16".
-        op: Reduction, "average", "sum", or "adasum".
-        num_groups: Number of groups of parameters, each exchanged in one operation; 0 exchanges each parameter
-            separately; None groups consecutive small parameters until a group has 1 MiB.
-        sparse_as_dense: Whether sparse gradients are converted to dense gradients.
-        gradient_predivide_factor: Divisor of gradients before the sum. After it, they are divided by the number of
-            ranks over this factor.
-        process_set: Ranks that exchange gradients; None for all ranks.
-
-    Raises:
-        TypeError: If a value has the wrong type.
-        ValueError: If a value or a combination of values is invalid.
-    """
-
-    compression: HorovodCompression = "none"
-    op: GradientOp = "average"
-    num_groups: int | None = None
-    sparse_as_dense: bool = False
-    gradient_predivide_factor: float = 1.0
-    process_set: Any = None
-
-    def __post_init__(self) -> None:
-        if str(self.compression) == "bf16":
-            raise ValueError(
-                "`compression='bf16'`: Horovod 0.28 cannot sum bfloat16. Use 'fp16' (with a gradient scaler, because"
-                " its range is small), or 'none'."
-            )
-        for name, known in (("compression", ("none", "fp16")), ("op", ("average", "sum", "adasum"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is unknown. Use one of {', '.join(known)}.")
-        if self.num_groups is not None:
-            check_int("num_groups", self.num_groups, 0)
-        check_flag("sparse_as_dense", self.sparse_as_dense)
-        if not isinstance(self.gradient_predivide_factor, (int, float)) or self.gradient_predivide_factor <= 0:
-            raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be positive.")
-        if self.gradient_predivide_factor != 1.0 and self.op != "average":
-            raise ValueError(
-                f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` splits the division of an average,"
-                f" but `op={self.op!r}` does not average. Omit one of the two."
-            )
-
-
-def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
-    """Rejects an optimizer that exchanges gradients itself.
-
-    Args:
-        optimizer: Optimizer to check.
-        strategy: Name of the strategy in the message.
-
-    Raises:
-        TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped the optimizer.
-    """
-    # The wrapper is a dynamically created subclass of the optimizer's class, with the same name.
-    if getattr(getattr(optimizer, "zero_grad", None), "__module__", "") == "horovod.torch.optimizer":
-        raise TypeError(
-            f"`horovod.torch.DistributedOptimizer` wraps the optimizer {type(optimizer).__name__}, but {strategy}"
-            " already exchanges its gradients: both would reduce the same gradients. Use the optimizer without the"
-            " wrapper, and pass `op`, `compression` and `process_set` to the strategy."
-        )
 
 
 @dataclass
@@ -171,12 +102,12 @@ class HorovodGradientExchange:
         self._hook_in()
 
     def _take_parameters(self, module: Module) -> None:
-        self._names = {parameter: f"{self._prefix}.{name}" for name, parameter in _exchanged_parameters(module)}
+        self._names = {parameter: f"{self._prefix}.{name}" for name, parameter in exchanged_parameters(module)}
         self._groups = _groups(list(self._names), self._options.num_groups)
 
     def find_added(self, module: Module) -> list[Tensor]:
         """Returns the parameters that were added to the module or replaced others, and are not exchanged yet."""
-        return [parameter for _, parameter in _exchanged_parameters(module) if parameter not in self._names]
+        return [parameter for _, parameter in exchanged_parameters(module) if parameter not in self._names]
 
     def follow_added(self, module: Module) -> None:
         """Includes added parameters in the exchange. Collective: all ranks call it."""
@@ -438,75 +369,14 @@ class HorovodGradientExchange:
         return self._hvd.Sum, len(self.contributors)
 
 
-class AdasumExchange:
-    """Combines the parameter updates of the ranks' optimizers with Adasum (Maleki et al., 2020).
-
-    Args:
-        module: Module with the parameters.
-        options: Options of the exchange.
-
-    Raises:
-        RuntimeError: If this Horovod has no Adasum, or the number of ranks is not a power of two.
-    """
-
-    def __init__(self, module: Module, options: HorovodExchangeOptions) -> None:
-        import horovod.torch as hvd
-
-        self._hvd = hvd
-        self._exchanged = {parameter for _, parameter in _exchanged_parameters(module)}
-        self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
-        self._is_compressed = options.compression == "fp16"
-        #: Records each exchange, or None.
-        self.observer: ExchangeObserver | None = None
-        size = self._process_set.size()
-        if not hvd.mpi_enabled() and not hvd.nccl_built():
-            raise RuntimeError(
-                "`op='adasum'` requires Horovod over MPI. Start the ranks with `mpirun` (or `horovodrun --mpi`), with"
-                " a Horovod that was built by `python -m lightning_strategies_ext install-horovod --mpi`."
-            )
-        if size & (size - 1):
-            raise RuntimeError(
-                f"`op='adasum'` requires 1, 2, 4, 8, ... ranks, but there are {size}. Change the number of ranks,"
-                " or use another `op`."
-            )
-
-    @contextmanager
-    def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:
-        """Replaces the update of an optimizer step inside the context with the combined update of all ranks.
-
-        Args:
-            parameters: Parameters of the optimizer.
-        """
-        moved = [
-            torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-            for parameter in parameters
-            if parameter.requires_grad and parameter in self._exchanged
-        ]
-        starts = [values.clone() for values in moved]
-        yield
-        if not self._process_set.included():
-            return
-        deltas = [values - start for values, start in zip(moved, starts, strict=True)]
-        wires = [delta.to(torch.float16) if self._is_compressed else _summable(delta) for delta in deltas]
-        begun_at_ns = 0 if self.observer is None else time.time_ns()
-        handles = [
-            self._hvd.allreduce_async_(wire, name=f"delta.{index}", op=self._hvd.Adasum, process_set=self._process_set)
-            for index, wire in enumerate(wires)
-        ]
-        for values, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
-            synchronize(handle)
-            values.copy_(start + wire.to(start.dtype))
-        if self.observer is not None:
-            num_bytes = sum(wire.nbytes for wire in wires)
-            self.observer.on_exchange(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
-
-
-def _exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
+def exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
+    """Yields the names and parameters of a module whose gradients are exchanged."""
     excluded = names_excluded_from_ddp(module)
     return ((name, parameter) for name, parameter in module.named_parameters() if name not in excluded)
 
 
-def _summable(tensor: Tensor) -> Tensor:
+def summable(tensor: Tensor) -> Tensor:
+    """Returns a tensor with a dtype that Horovod sums."""
     return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
 
 

@@ -33,15 +33,15 @@ from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
+from lightning_strategies_ext.horovod.adasum import AdasumExchange
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
-from lightning_strategies_ext.horovod.gradient_exchange import (
-    AdasumExchange,
+from lightning_strategies_ext.horovod.exchange_options import (
     GradientOp,
     HorovodCompression,
     HorovodExchangeOptions,
-    HorovodGradientExchange,
     check_exchanges_nothing,
 )
+from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientExchange
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync

@@ -186,7 +186,7 @@ def possible(case: Case) -> Case:
     if case.strategy == "horovod_ext" and case.callback == "ema" and "batch_norm" in has:
         changes["callback"] = ""
     if spawned and case.callback == "ema" and case.later and has & {"batch_norm", "buffer"}:
-        # Workers of a later stage get rank 0's average; a rank of Lightning's `ddp` keeps its own, with its own buffers.
+        # Workers of a later stage get rank 0's average; a rank of Lightning's `ddp` keeps its own.
         changes["callback"] = ""
     if case.data != "map" or case.max_steps != -1:
         changes |= {"val_check_interval": 1.0 if case.data == "iterable" else case.val_check_interval}
