@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext import host_store, host_store_server, rank_variables
 from lightning_strategies_ext._system.frames import encode_frame
 from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.torch_distributed import process_group, rendezvous
@@ -117,9 +117,9 @@ def test_a_wrong_request_is_an_error_of_the_client_that_sends_it(store: HostStor
 def connection_to(store: HostStore, *requests: Any) -> socket.socket:
     """A client that sends requests and reads no answer."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(host_store._address(store.name))
+    connection.connect(host_store_server.address(store.name))
     for request in requests:
-        connection.sendall(host_store._encode(request))
+        connection.sendall(host_store_server.encode(request))
     return connection
 
 
@@ -192,7 +192,7 @@ def test_a_client_that_ends_while_it_waits_ends_no_store():
         setting = connection_to(store)
         store.set("before", "")
         process.send_signal(signal.SIGSTOP)  # so that all that follows is there at once
-        setting.sendall(host_store._encode(("set", ("key", b"value"))))
+        setting.sendall(host_store_server.encode(("set", ("key", b"value"))))
         waiting.close()
         process.send_signal(signal.SIGCONT)
         assert store.get("key") == b"value"
@@ -326,7 +326,7 @@ def test_another_user_who_takes_the_name_of_an_ended_store_and_accepts_nothing_h
         server.kill()
         server.wait()
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        name = host_store._address(store.name)[1:]
+        name = host_store_server.address(store.name)[1:]
         with subprocess.Popen([sys.executable, "-c", SQUAT, name], **pipes) as squatter:
             assert squatter.stdout is not None
             assert squatter.stdin is not None
