@@ -187,7 +187,13 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         if self._ddp_kwargs.get("init_sync", True):
             check_same_model(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
-        context = FeatureContext(self._gradient_sync, self._ddp_kwargs, self.root_device, self.collectives)
+        context = FeatureContext(
+            sync=self._gradient_sync,
+            ddp_kwargs=self._ddp_kwargs,
+            device=self.root_device,
+            collectives=self.collectives,
+            timeout=self._timeout,
+        )
         Features.start(context, model)
         BackwardPasses(model)
         return model

@@ -420,7 +420,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Wraps the LightningModule in DDP, with the communication hook."""
+        """Wraps the LightningModule in DDP, and starts the features of the gradient exchange."""
         assert isinstance(self.model, pl.LightningModule)
         if self._ddp_kwargs.get("init_sync", True):
             check_same_model(self.collectives, self.model, self.root_device, is_trained=True)
@@ -432,16 +432,16 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         share = None if self._uneven_inputs == "error" else Contribution()
         self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, share or Contribution())
         context = FeatureContext(
-            self._gradient_sync,
-            {**self._ddp_kwargs},
-            self.root_device,
-            self.collectives,
-            share,
-            self._timeout,
-            self.num_processes,
-            self._tunes_buckets,
-            self._averages_of_model,
-            self._on_rebuild,
+            sync=self._gradient_sync,
+            ddp_kwargs={**self._ddp_kwargs},
+            device=self.root_device,
+            collectives=self.collectives,
+            share=share,
+            timeout=self._timeout,
+            num_local_ranks=self.num_processes,
+            tunes_buckets=self._tunes_buckets,
+            averages_of_model=self._averages_of_model,
+            on_rebuild=self._on_rebuild,
         )
         assert self.lightning_module is not None
         manual = (StaticGraph if ddp_model.static_graph else ManualOptimization)(self.lightning_module)

@@ -211,6 +211,7 @@ class BucketTuning(Feature):
         self._context = context
         self._model: DistributedDataParallel | None = None
         self._search: BucketSearch | None = None
+        self._is_rebuilding = self._has_restarted = False
 
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
@@ -229,7 +230,12 @@ class BucketTuning(Feature):
     @override
     def before_step(self) -> None:
         search = self._search
-        if search is None or not search.end_step():
+        if search is None:
+            return
+        if self._has_restarted:
+            self._has_restarted = False
+            self._use(search.cap)
+        if not search.end_step():
             return
         cap = search.cap
         if search.is_over:
@@ -251,6 +257,14 @@ class BucketTuning(Feature):
             self._search.end_pass(self._model.require_backward_grad_sync)
 
     @override
+    def rewrap(self, model: DistributedDataParallel) -> None:
+        """Starts again if other parameters are trained: their gradients take another time."""
+        if self._search is not None and not self._is_rebuilding:
+            self._model = self._search = None
+            self.wrap(model)
+            self._has_restarted = True
+
+    @override
     def close(self) -> None:
         """Ends an unfinished search."""
         if self._search is not None:
@@ -264,4 +278,6 @@ class BucketTuning(Feature):
         self._context.ddp_kwargs.pop("bucket_cap_mb", None)
         if cap is not None:
             self._context.ddp_kwargs["bucket_cap_mb"] = cap
+        self._is_rebuilding = True
         self._context.rebuild(self._model)
+        self._is_rebuilding = False

@@ -39,6 +39,7 @@ class Features:
 
     Args:
         features: The features, in the order of calls.
+        context: The parts of the strategy that the features use; None without features.
 
     Attributes:
         before_step: See :meth:`.Feature.before_step`.
@@ -47,8 +48,9 @@ class Features:
         after_optimizer_step: See :meth:`.Feature.after_optimizer_step`.
     """
 
-    def __init__(self, features: Sequence[Feature] = ()) -> None:
+    def __init__(self, features: Sequence[Feature] = (), context: FeatureContext | None = None) -> None:
         self._features = features
+        self._context = context
         none = Feature
         self.before_step = [each.before_step for each in features if type(each).before_step is not none.before_step]
         self.before_backward = [
@@ -73,18 +75,26 @@ class Features:
             *others: Further features, which are called first; None for features that are not in use.
         """
         created = [*others, *(create(context) for create in FEATURES)]
-        features = cls([each for each in created if each is not None])
-
-        def rebuild(model: DistributedDataParallel) -> None:
-            rewrap_in_ddp(model, context.device, **context.ddp_kwargs)
-            for each in features._features:
-                each.rewrap(model)
-            context.on_rebuild()
-
-        context.rebuild = rebuild
+        features = cls([each for each in created if each is not None], context)
+        context.rebuild = features.rebuild
         for each in features._features:
             each.wrap(model)
         return features
+
+    def rebuild(self, model: DistributedDataParallel) -> None:
+        """Creates DDP again for a model, with which all features continue. Collective: all ranks call it.
+
+        Communication hooks that a user has registered with the model are registered again.
+        """
+        context, hooks = self._context, [*model._comm_hooks]
+        assert context is not None
+        rewrap_in_ddp(model, context.device, **context.ddp_kwargs)
+        for each in self._features:
+            each.rewrap(model)
+        if not model._comm_hooks:
+            for hook, state in hooks:
+                model.register_comm_hook(state, hook)
+        context.on_rebuild()
 
     @property
     def num_bytes_exchanged(self) -> int | None:

@@ -113,7 +113,7 @@ def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
     turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_REPEATS
     for case, (tried, usual) in first.items():
         assert_same_bits(tried.state, usual.state)
-        chosen = re.match(r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)|DDP's default sizes)", tried.said)
+        chosen = re.match(r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)\. |DDP's default sizes)", tried.said)
         assert chosen, f"{case}: {tried.said}"
         assert tried.caps == [*turns, turns[0] if chosen[1] is None else round(float(chosen[1]) * 2**20)], case
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -82,3 +83,38 @@ def test_overrides_work_as_with_stock(make: Any, arguments: dict[str, Any]) -> N
     for stock, ours in run_ranks(train, make, arguments):
         assert_same_bits(ours[0], stock[0])
         assert ours[1:] == stock[1:]
+
+
+class Unfreezes(MLP):
+    """Trains the first layer from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def count_hook_calls() -> list[int]:
+    sizes: list[int] = []
+
+    def counting(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sizes.append(bucket.buffer().numel())
+        return fp16_compress_hook(state, bucket)
+
+    class Counts(DDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            self.model.register_comm_hook(None, counting)
+
+    torch.manual_seed(3)
+    make_trainer(Counts(), max_epochs=2, limit_train_batches=2).fit(Unfreezes(), loader())
+    return sizes
+
+
+@pytest.mark.processes
+def test_a_users_hook_remains_when_a_layer_is_unfrozen() -> None:
+    first, last = (sum(each.numel() for each in layer.parameters()) for layer in (MLP().net[0], MLP().net[-1]))
+    for sizes in run_ranks(count_hook_calls):
+        assert sum(sizes) == 2 * last + 2 * (first + last)

@@ -1,10 +1,18 @@
 """Which sizes of buckets are tried, for how long, and which is chosen; the clock is the test's, and no rank runs."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.torch_distributed import bucket_search
-from lightning_strategies_ext.torch_distributed.bucket_search import BucketChoice, BucketSearch, caps_for
+from lightning_strategies_ext.torch_distributed.bucket_search import BucketChoice, BucketSearch, BucketTuning, caps_for
+from lightning_strategies_ext.torch_distributed.feature import FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 
 MIB = 2**20
 
@@ -76,3 +84,32 @@ def test_a_step_with_several_passes_counts_once(monkeypatch):
         search.end_step()
     assert search.is_over
     assert search.choose(lambda times: times).seconds == {None: 3.0, 1.0: 3.0, 4.0: 3.0}
+
+
+@pytest.mark.forked
+def test_a_search_starts_again_when_other_parameters_are_trained() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(nn.Linear(1024, 1024))
+    used: list[Any] = []
+    context = FeatureContext(GradientSyncOptions(), {}, torch.device("cpu"), LocalCollectives(0, 1))
+    tuning = BucketTuning(context)
+
+    def rebuild(model: DistributedDataParallel) -> None:
+        used.append(context.ddp_kwargs.get("bucket_cap_mb"))
+        tuning.rewrap(model)
+
+    def step() -> None:
+        tuning.before_backward(torch.zeros(()))
+        tuning.after_backward()
+        tuning.before_step()
+
+    context.rebuild = rebuild
+    tuning.wrap(model)
+    num_steps = bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED
+    for _ in range(num_steps):
+        step()
+    assert used == [1]  # after DDP's own size
+    context.rebuild(model)  # as after a change of the trained parameters
+    for _ in range(num_steps):
+        step()
+    assert used == [1, 1, None, 1]
