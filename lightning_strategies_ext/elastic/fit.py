@@ -103,7 +103,7 @@ class ElasticStrategyProtocol(Protocol):
     def activate_collectives(self) -> None:
         """Connects this rank's collectives to those of the other ranks."""
 
-    def answering_alone(self) -> AbstractContextManager[None]:
+    def with_local_collectives(self) -> AbstractContextManager[None]:
         """Returns a context manager in which this rank's collectives return its own values."""
 
     def enter_world(self, trainer: "pl.Trainer") -> None:
@@ -299,7 +299,7 @@ class ElasticFit:
             self._undo_hooks()
         problem = self._try_to_restore(is_complete)
         if problem is not None:
-            with self._strategy.answering_alone():
+            with self._strategy.with_local_collectives():
                 trainer_stages.start_training(self._trainer)
             problem = self._try_to_restore(is_complete)
         if problem is not None:

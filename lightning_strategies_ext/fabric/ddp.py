@@ -33,10 +33,11 @@ from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Float16, resolve_compression
+from lightning_strategies_ext.torch_distributed.ddp_advice import explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions, explain_unused_parameters
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
@@ -188,7 +189,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             check_same_model(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         context = FeatureContext(
-            sync=self._gradient_sync,
+            options=self._gradient_sync,
             ddp_kwargs=self._ddp_kwargs,
             device=self.root_device,
             collectives=self.collectives,

@@ -213,7 +213,7 @@ class HorovodStrategy(ParallelStrategy):
         """
         super().save_checkpoint(path, state, storage_options, filter)
         for buffers in self._buffers:
-            buffers.share()
+            buffers.broadcast()
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -261,7 +261,7 @@ class _Buffers:
         exchange: Exchange of the module's gradients.
         collectives: Collectives of all ranks.
         process_set: Ranks that exchange gradients; all ranks if None.
-        does_share_in_steps: Whether to broadcast before training steps, too, and not only before evaluations.
+        broadcasts_in_steps: Whether to broadcast before training steps, too, and not only before evaluations.
     """
 
     def __init__(
@@ -270,25 +270,25 @@ class _Buffers:
         exchange: HorovodGradientExchange,
         collectives: Any,
         process_set: Any,
-        does_share_in_steps: bool,
+        broadcasts_in_steps: bool,
     ) -> None:
         self._module = module
         self._exchange = exchange
         self._collectives = collectives
         self._process_set = process_set
-        self._does_share_in_steps = does_share_in_steps
+        self._broadcasts_in_steps = broadcasts_in_steps
         self._are_stale = True  # whether the buffers may differ between ranks
         self._was_held_back = False
 
     def __call__(self, wrapped: Module, args: Any) -> None:
         if not self._module.training:
-            self.share()
+            self.broadcast()
             return
-        if self._does_share_in_steps and not self._was_held_back:  # as in DDP
+        if self._broadcasts_in_steps and not self._was_held_back:  # as in DDP
             self._collectives.broadcast_buffers(self._module, self._process_set, is_known_to_match=True)
         self._are_stale, self._was_held_back = True, self._exchange.is_held_back
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Broadcasts the buffers unless they are equal since the last broadcast. Collective: all ranks call it."""
         if self._are_stale:
             self._collectives.broadcast_buffers(self._module, self._process_set)
@@ -300,10 +300,10 @@ class _Buffers:
 
 
 def _hook_of_copies() -> Any:
-    return _leave
+    return _no_op
 
 
-def _leave(module: Module, args: Any) -> None:
+def _no_op(module: Module, args: Any) -> None:
     """A no-op."""
 
 

@@ -124,10 +124,10 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
 
         Ctrl-C is not a failure: all ranks receive it.
         """
-        world = self._stage_context
-        world.mark_failed(exception, world.rank, world.size)
-        if world.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
-            world.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
+        context = self._stage_context
+        context.mark_failed(exception, context.rank, context.size)
+        if context.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
+            context.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
 
     def explain_exception(self, exception: BaseException) -> BaseException:
         """Returns the exception to show: the given one, or the failure of another rank that made a collective raise."""
@@ -160,7 +160,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             RuntimeError: If it is called before ``fabric.launch()``, or not in the main thread, which handles signals
                 in Python.
         """
-        world = self._stage_context
+        context = self._stage_context
         if self.world_size > 1 and not self.has_joined:
             raise RuntimeError(
                 "`coordinated_stop` was called before the ranks were connected. Call `fabric.launch()` first."
@@ -169,15 +169,17 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             raise RuntimeError(
                 "`coordinated_stop` was called in a thread that cannot handle signals. Call it in the main thread."
             )
-        usual = signal.signal(signum, lambda *_: world.request_stop())
+        previous_handler = signal.signal(signum, lambda *_: context.request_stop())
         try:
-            world.start_stop_agreement()
-            yield world.has_decision_before_train_step
+            context.start_stop_agreement()
+            yield context.has_decision_before_train_step
         finally:
-            world.leave(is_over=False)
-            signal.signal(signum, signal.SIG_DFL if usual is None else usual)  # None is a handler of C code
-        if world.was_stop_requested:
-            world.was_stop_requested = False
+            context.leave(is_over=False)
+            signal.signal(
+                signum, signal.SIG_DFL if previous_handler is None else previous_handler
+            )  # None is a handler of C code
+        if context.was_stop_requested:
+            context.was_stop_requested = False
             signal.raise_signal(signum)
 
     def _engine(self) -> Collectives:
@@ -197,13 +199,13 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         rank: int,
         world_size: int,
         store: Store | None,
-        wake: Callable[[Sequence[Peer]], None],
+        abort: Callable[[Sequence[Peer]], None],
         progress: CollectiveProgress,
     ) -> None:
         self._stage_context = StageContext(self._engine, rank, world_size, store, previous=self._stage_context)
         if store is None:
             return
-        self._stage_context.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
+        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
         assert self._stage_context.failure_monitor is not None
         self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
         install_excepthook(self._fail_with)

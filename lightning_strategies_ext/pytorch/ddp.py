@@ -71,16 +71,13 @@ from lightning_strategies_ext.torch_distributed.compression.config import (
     Float16,
     resolve_compression,
 )
+from lightning_strategies_ext.torch_distributed.ddp_advice import advise_static_graph, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
-from lightning_strategies_ext.torch_distributed.gradient_sync import (
-    GradientSyncOptions,
-    advise_static_graph,
-    explain_unused_parameters,
-)
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed.wrapping import (
@@ -93,7 +90,7 @@ from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
 _OURS = __name__.partition(".")[0]
 #: Rank info of a Trainer on one device, in a process that belongs to a group of several ranks.
-_ALONE = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
+_SINGLE_RANK_INFO = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
 class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
@@ -189,9 +186,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._uneven_inputs = uneven_inputs
         self._features = Features()
         self.exchange_state: dict[str, Any] | None = None
-        self._restored: Mapping[str, Any] = {}  # states of features, until a model is wrapped
+        self._pending_feature_states: Mapping[str, Any] = {}  # states of features, until a model is wrapped
         self._worker: WorkerContext | None = None
-        self._has_set_aside = False
+        self._has_hidden_group = False
 
     @property
     @override
@@ -238,10 +235,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if rank_info is not None:
             self._join_ray_train(rank_info)
         else:
-            self._have_one_device_each()
+            self._assign_one_device_per_rank()
         if rank_info is None and process_group.has_others() and self.num_nodes * self.num_processes == 1:
             assert self.parallel_devices is not None
-            self._set_rank_info(_ALONE, self.parallel_devices[0])
+            self._set_rank_info(_SINGLE_RANK_INFO, self.parallel_devices[0])
             self.set_world_ranks()
         check_precision(self._gradient_sync.compression, self.precision_plugin)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
@@ -251,7 +248,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
 
-    def _have_one_device_each(self) -> None:
+    def _assign_one_device_per_rank(self) -> None:
         assert self.cluster_environment is not None
         devices = self.parallel_devices or []
         self.parallel_devices = devices_of_ranks(devices, self.cluster_environment, self.num_nodes)
@@ -354,7 +351,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             reset_seed()
         self.set_world_ranks()
         if self.world_size == 1:
-            self._has_set_aside = process_group.set_aside()
+            self._has_hidden_group = process_group.set_aside()
         else:
             strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
         leave = process_group.stop if process_group.has_others() else None
@@ -429,14 +426,14 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
-        share = None if self._uneven_inputs == "error" else Contribution()
-        self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, share or Contribution())
+        contribution = None if self._uneven_inputs == "error" else Contribution()
+        self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, contribution or Contribution())
         context = FeatureContext(
-            sync=self._gradient_sync,
+            options=self._gradient_sync,
             ddp_kwargs={**self._ddp_kwargs},
             device=self.root_device,
             collectives=self.collectives,
-            share=share,
+            contribution=contribution,
             timeout=self._timeout,
             num_local_ranks=self.num_processes,
             tunes_buckets=self._tunes_buckets,
@@ -447,8 +444,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         manual = (StaticGraph if ddp_model.static_graph else ManualOptimization)(self.lightning_module)
         self._features.close()
         self._features = Features.start(context, ddp_model, manual)
-        self._features.load_state_dict(self._restored)
-        self._restored, self.exchange_state = {}, None
+        self._features.load_state_dict(self._pending_feature_states)
+        self._pending_feature_states, self.exchange_state = {}, None
         return ddp_model
 
     def _on_rebuild(self) -> None:
@@ -610,7 +607,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if isinstance(self.model, DistributedDataParallel):
             self._features.load_state_dict(states)
         else:
-            self._restored = states
+            self._pending_feature_states = states
 
     # --- exception, teardown ---
 
@@ -639,8 +636,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._features.close()
         self._features = Features()
         super().teardown()
-        if self._has_set_aside:
-            self._has_set_aside = False
+        if self._has_hidden_group:
+            self._has_hidden_group = False
             process_group.bring_back()
 
     @property

@@ -106,7 +106,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
                 "`start_method='fork'` cannot be combined with `elastic=True`: workers are restarted during training,"
                 " when this process has threads that do not survive a fork. Use 'forkserver' or 'spawn'."
             )
-        self._named_backend = self._process_group_backend
+        self._requested_backend = self._process_group_backend
         self._fit: ElasticFit | None = None
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
@@ -189,36 +189,36 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         self.cluster_environment.set_world_size(world_size)
         launching.set_rank_zero_only_rank(rank)
 
-    def _join(self, place: RankAssignment, members: Sequence[Member]) -> None:
-        assert place.rank is not None
+    def _join(self, assignment: RankAssignment, members: Sequence[Member]) -> None:
+        assert assignment.rank is not None
         # Frees the DDP model and the group of the last world. A DataLoader worker that inherits them by a fork crashes
         # in its garbage collection. They also occupy as much memory as the next world needs.
         gc.collect()
         if self._store is None:
             limit = timedelta(seconds=CONNECT_S)
-            if isinstance(place.store, str):
-                self._store = host_store.connect(place.store, limit)
+            if isinstance(assignment.store, str):
+                self._store = host_store.connect(assignment.store, limit)
             else:
-                self._store = dist.TCPStore(*place.store, is_master=False, timeout=limit, wait_for_workers=False)
-        self._world_store = dist.PrefixStore(f"world/{place.world_number}", self._store)
+                self._store = dist.TCPStore(*assignment.store, is_master=False, timeout=limit, wait_for_workers=False)
+        self._world_store = dist.PrefixStore(f"world/{assignment.world_number}", self._store)
         num_hosts = _num_hosts_of(members)
-        backend = self._named_backend or process_group.default_backend(self.root_device, place.size, num_hosts)
+        backend = self._requested_backend or process_group.default_backend(self.root_device, assignment.size, num_hosts)
         process_group.disable_nccl_watchdog_exit()
         process_group.join(
             backend,
             dist.PrefixStore("group", self._world_store),
-            place.rank,
-            place.size,
+            assignment.rank,
+            assignment.size,
             self.root_device,
             self._timeout,
-            self._process_group_options if place.size > 1 else None,
+            self._process_group_options if assignment.size > 1 else None,
             num_hosts,
         )
         self._process_group_backend = backend
-        if place.size > 1 and process_group.can_abort():
+        if assignment.size > 1 and process_group.can_abort():
             # NCCL either ignores the exit of a peer or aborts the process; gloo and shm detect exits themselves.
             monitor = elastic_monitor()
-            monitor.enter_world(place.rank, peers_of(members), process_group.abort, tracks_exits=True)
+            monitor.enter_world(assignment.rank, peers_of(members), process_group.abort, tracks_exits=True)
 
     def _leave_group(self, agreed: bool) -> None:
         elastic_monitor().leave_world(agreed=agreed)

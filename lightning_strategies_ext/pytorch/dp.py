@@ -92,7 +92,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         self._scatter = scatter
         self._sequential = sequential
         self._num_nodes = 1
-        self._has_set_aside = False
+        self._has_hidden_group = False
 
     checkpoint_io = atomic_checkpoint_io
 
@@ -152,7 +152,7 @@ class DataParallelStrategy(LightningParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Prepares the root device, and hides an existing default process group during the stage."""
-        self._has_set_aside = process_group.set_aside()
+        self._has_hidden_group = process_group.set_aside()
         super().setup_environment()
 
     @override
@@ -290,8 +290,8 @@ class DataParallelStrategy(LightningParallelStrategy):
             self.model.close()
             self.model = self.lightning_module
         super().teardown()
-        if self._has_set_aside:
-            self._has_set_aside = False
+        if self._has_hidden_group:
+            self._has_hidden_group = False
             process_group.bring_back()
 
 

@@ -54,9 +54,9 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
-        comes_to_others = not self.membership.has_joined
-        commit = Commit(1 if comes_to_others else cast(StrategyWithWorkers, self).num_processes)
-        self._make_fit(trainer, next_fit_number(), commit, has_begun=comes_to_others)
+        joins_running_world = not self.membership.has_joined
+        commit = Commit(1 if joins_running_world else cast(StrategyWithWorkers, self).num_processes)
+        self._make_fit(trainer, next_fit_number(), commit, has_begun=joins_running_world)
 
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
         options = self._commit_every_n_steps, self._scale_learning_rate
@@ -73,7 +73,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         self._stage_context.local_collectives = None
 
     @contextmanager
-    def answering_alone(self) -> Generator[None, None, None]:
+    def with_local_collectives(self) -> Generator[None, None, None]:
         """Makes the collectives of this rank local during the block."""
         self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
         try:

@@ -322,14 +322,14 @@ class HorovodStrategy(ParallelStrategy):
     # --- step ---
 
     @override
-    def _before_training_step(self) -> None:
+    def _before_forward_of_step(self) -> None:
         exchange = self._stage_context.gradient_exchange
         # As in DDP, not within an accumulation window.
         if self._are_buffers_stale:
-            self._share_buffers()
+            self._broadcast_buffers()
         self._are_buffers_stale = exchange is None or not exchange.is_held_back
 
-    def _share_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
+    def _broadcast_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
         """Broadcasts the buffers of one rank, by default rank 0. Collective: all ranks call it."""
         collectives = self.collectives
         if self._stage_context.local_collectives is None and self.lightning_module is not None:
@@ -341,7 +341,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         """Broadcasts the buffers of rank 0, so that all ranks evaluate the same model."""
         super().on_validation_start()
-        self._share_buffers(is_known_to_match=False)
+        self._broadcast_buffers(is_known_to_match=False)
 
     @contextmanager
     @override
@@ -417,7 +417,7 @@ class HorovodStrategy(ParallelStrategy):
         super().barrier(*args, **kwargs)
         # Not in `save_checkpoint`, which a single rank may call.
         if barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
-            self._share_buffers(is_known_to_match=False)
+            self._broadcast_buffers(is_known_to_match=False)
 
     @property
     @override
@@ -450,7 +450,6 @@ class HorovodStrategy(ParallelStrategy):
 
     def _begin_exchange(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
-        world = self._stage_context
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._are_buffers_stale = True
@@ -458,8 +457,8 @@ class HorovodStrategy(ParallelStrategy):
             self._deltas = AdasumExchange(self.lightning_module, self._options)
         else:
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
-            exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
-            world.gradient_exchange = exchange
+            exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
+            self._stage_context.gradient_exchange = exchange
         self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override

@@ -224,17 +224,17 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     # --- steps ---
 
-    #: Whether :meth:`_before_training_step` is called.
+    #: Whether :meth:`_before_forward_of_step` is called.
     _has_work_before_step = False
 
-    def _before_training_step(self) -> None:
+    def _before_forward_of_step(self) -> None:
         """Runs before each training step if :attr:`_has_work_before_step` is True."""
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one training step."""
         if self._has_work_before_step:
-            self._before_training_step()
+            self._before_forward_of_step()
         inputs = self._stage_context.uneven_inputs
         if inputs is None or not inputs.is_needed:
             return super().training_step(*args, **kwargs)
@@ -325,8 +325,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         It uses ``reduce`` if a subclass overrides that and not ``collectives``, as in Lightning's base class.
         """
         own = type(self)
-        brings_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
-        if brings_reduce and self._stage_context.local_collectives is None:
+        overrides_reduce_only = (
+            own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
+        )
+        if overrides_reduce_only and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._active_collectives.reduce_boolean_decision(decision, all)
 
@@ -425,7 +427,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         self,
         join: Callable[[], Store | None],
         leave: Callable[[], None] | None,
-        wake: Callable[[Sequence[Peer]], None],
+        abort: Callable[[Sequence[Peer]], None],
         progress: CollectiveProgress,
     ) -> None:
         """Joins the other ranks for a stage. Collective: all ranks call it.
@@ -434,7 +436,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             join: Callable that joins the group of all ranks unless this process has joined it, and returns the store of
                 the ranks, or None for a single rank.
             leave: Callable that leaves the group of an earlier stage, which may be broken; None without such a group.
-            wake: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
+            abort: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
             progress: Progress of this rank's collectives.
         """
         store = join()
@@ -442,10 +444,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._engine, self.global_rank, self.world_size, store, previous=self._stage_context
         )
         if store is not None:
-            self._start_failure_monitor(wake, progress)
+            self._start_failure_monitor(abort, progress)
         if leave is not None and not self._is_group_intact():
             leave()
-            self._enter_world(join, None, wake, progress)
+            self._enter_world(join, None, abort, progress)
 
     def _is_group_intact(self) -> bool:
         """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
@@ -466,9 +468,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             return False
         return True
 
-    def _start_failure_monitor(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
+    def _start_failure_monitor(self, abort: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
         """Makes all ranks exit when one fails or does not start. Collective: all ranks call it on entering a stage."""
-        self._stage_context.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
+        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
         install_excepthook(announce_uncaught)
 
     def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
@@ -491,19 +493,19 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if trainer.state.fn == TrainerFn.PREDICTING:
             stack.callback(trainer_data.predict_with_few_samples(trainer))
 
-    def _start_uneven_inputs(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
+    def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
             trainer: The Trainer.
-            way: Reaction to uneven inputs.
+            mode: Reaction to uneven inputs.
             device: Device of the small tensors that ranks exchange for it.
         """
-        world = self._stage_context
-        if world.size > 1:
-            ranks = world.rank, world.size
-            world.uneven_inputs = UnevenInputsController(
-                way, trainer, world.collectives, world.gradient_exchange, *ranks, device
+        context = self._stage_context
+        if context.size > 1:
+            ranks = context.rank, context.size
+            context.uneven_inputs = UnevenInputsController(
+                mode, trainer, context.collectives, context.gradient_exchange, *ranks, device
             )
 
     def _on_sigterm(self) -> None:

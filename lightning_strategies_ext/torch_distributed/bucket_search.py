@@ -53,7 +53,7 @@ class BucketSearch:
         self.caps = caps_for(num_bytes)
         self._device = device
         self._seconds: dict[float | None, list[float]] = {cap: [] for cap in self.caps}
-        self._repeats = list(self.caps) * NUM_REPEATS if len(self.caps) > 1 else []
+        self._turns_left = list(self.caps) * NUM_REPEATS if len(self.caps) > 1 else []
         self._num_steps = 0
         self._begin: float | None = None
         self._of_step = 0.0
@@ -62,17 +62,17 @@ class BucketSearch:
     @property
     def cap(self) -> float | None:
         """Size of the current turn, in mebibytes; None for DDP's own size, and when the search is over."""
-        return self._repeats[0] if self._repeats else None
+        return self._turns_left[0] if self._turns_left else None
 
     @property
     def is_over(self) -> bool:
         """Whether each size has had its turns."""
-        return not self._repeats
+        return not self._turns_left
 
     @property
     def num_steps_left(self) -> int:
         """Number of steps with an exchange that the search still needs."""
-        return len(self._repeats) * (NUM_WARMUP + NUM_MEASURED) - self._num_steps
+        return len(self._turns_left) * (NUM_WARMUP + NUM_MEASURED) - self._num_steps
 
     def begin_pass(self) -> None:
         """Starts to measure a backward pass. Called before the pass."""
@@ -104,7 +104,7 @@ class BucketSearch:
         if self._num_steps < NUM_WARMUP + NUM_MEASURED:
             return False
         self._num_steps = 0
-        del self._repeats[0]
+        del self._turns_left[0]
         return True
 
     def choose(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> "BucketChoice":

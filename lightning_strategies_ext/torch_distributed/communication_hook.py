@@ -22,30 +22,32 @@ class CommunicationHook(Feature):
     Args:
         hook: Hook that averages a bucket of gradients; DDP's all-reduce if None.
         state: First argument of the hook.
-        share: Contribution of this rank; None if all ranks always contribute.
+        contribution: Contribution of this rank; None if all ranks always contribute.
     """
 
-    def __init__(self, hook: Callable[..., Any] | None, state: object | None, share: Contribution | None) -> None:
+    def __init__(
+        self, hook: Callable[..., Any] | None, state: object | None, contribution: Contribution | None
+    ) -> None:
         self._hook = hook
         self._state = state
-        self._share = share
+        self._contribution = contribution
 
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
         """Returns the feature, or None if it is not in use. Compression registers its own hook."""
-        sync, hook = context.sync, context.sync.comm_hook
-        if sync.compression is not None or (hook is None and context.share is None):
+        options, hook = context.options, context.options.comm_hook
+        if options.compression is not None or (hook is None and context.contribution is None):
             return None
         if hook is not None:
-            hook = hook if sync.comm_wrapper is None else sync.comm_wrapper(hook)
+            hook = hook if options.comm_wrapper is None else options.comm_wrapper(hook)
             hook = hook if context.device.type == "cuda" else _renamed(hook)
-        return cls(hook, sync.comm_state, context.share)
+        return cls(hook, options.comm_state, context.contribution)
 
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
         hook = self._hook
-        if self._share is not None:
-            hook = self._share.hook(hook, model.process_group)
+        if self._contribution is not None:
+            hook = self._contribution.hook(hook, model.process_group)
         if hook is not None:
             model.register_comm_hook(state=self._state, hook=hook)
 
@@ -75,7 +77,7 @@ class PostLocalSGD(Feature):
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
         """Returns the feature, or None if it is not in use."""
-        state, period = context.sync.comm_state, context.sync.averaging_period
+        state, period = context.options.comm_state, context.options.averaging_period
         if not isinstance(state, PostLocalSGDState) or period is None:
             return None
         return cls(period, state, context.num_local_ranks)

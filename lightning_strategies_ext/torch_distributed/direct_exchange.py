@@ -43,7 +43,7 @@ _PACK_NUM_BYTES: Final = 1024 * 1024
 #: Alignment of gradients in shared memory, in bytes: a line of a core's cache.
 _ALIGNMENT: Final = 64
 #: Whether an option makes operations return only after their completion: from torch 2.8 on.
-_WAITS_WITHIN: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
+_HAS_ASYNC_OPTION: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 
 class _Started(NamedTuple):
@@ -129,7 +129,7 @@ class DirectExchange:
         self._is_order_known = len(self._large) < 2
         self._copies = self._share_copies() if self._large and keeps_memory else {}
         self._order: list[int] = []
-        self._begin_ns = self._ready_ns = self._held_up_ns = 0
+        self._begin_ns = self._ready_ns = self._blocked_ns = 0
         small = [each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES]
         self._packs = [_Pack.of(parameters, keeps_memory) for parameters in _packed(small)]
         self._reset()
@@ -202,7 +202,7 @@ class DirectExchange:
             self._num_started += 1
             if self.takes_times:
                 self._begin_ns = self._begin_ns or begin_ns
-                self._held_up_ns += time.time_ns() - begin_ns
+                self._blocked_ns += time.time_ns() - begin_ns
 
     def _start(self, index: int) -> None:
         """Starts the all-reduce of a large gradient."""
@@ -230,7 +230,7 @@ class DirectExchange:
         else:
             self._exchange_rest()
         if self.takes_times:
-            ready = self._ready_ns - self._held_up_ns
+            ready = self._ready_ns - self._blocked_ns
             self.times = self._begin_ns or ready, ready, time.time_ns()
         if not self._is_order_known:
             self._follow_rank_zero()
@@ -240,7 +240,7 @@ class DirectExchange:
         for pack in self._packs:
             tensor, means = pack.filled()
             work = self._group.allreduce([tensor], self._options)
-            if not _WAITS_WITHIN:
+            if not _HAS_ASYNC_OPTION:
                 work.wait()
             # As with the reducer's buckets, other tensors that share a gradient's memory do not receive the average.
             for parameter, mean in zip(pack.parameters, means, strict=True):
@@ -254,7 +254,7 @@ class DirectExchange:
         self._num_left = len(self._parameters)
         self._num_started = 0
         self._started: list[_Started] = []
-        self._begin_ns = self._ready_ns = self._held_up_ns = 0
+        self._begin_ns = self._ready_ns = self._blocked_ns = 0
 
     def _share_copies(self) -> dict[int, SharedCopies]:
         """Returns shared memory for the means of large gradients; empty if a rank's ``/dev/shm`` has no space."""
@@ -314,7 +314,7 @@ def all_reduce_options(op: Any, *, is_asynchronous: bool) -> dist.AllreduceOptio
     """Returns the options of an all-reduce. Before torch 2.8, the caller always waits."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    if _WAITS_WITHIN:
+    if _HAS_ASYNC_OPTION:
         options.asyncOp = is_asynchronous
     return options
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES: Final = (torch.float32, torch.float64)
 #: Arguments of DistributedDataParallel with which the user chooses how its reducer exchanges gradients.
-_OF_REDUCER: Final = (
+_REDUCER_ARGUMENTS: Final = (
     *("process_group", "device_mesh", "bucket_cap_mb", "bucket_cap_mb_list", "mixed_precision"),
     *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
 )
@@ -67,7 +67,7 @@ class DistributedModel(DistributedDataParallel):
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         output = self.module(*inputs, **kwargs)
-        self.prepare_for_backward()  # by now, Lightning's manual optimization has set `require_backward_grad_sync`
+        self.prepare_for_backward()  # by now, Lightning has set `require_backward_grad_sync` to False in a manual step
         return output
 
     def prepare_for_backward(self) -> None:
@@ -170,7 +170,7 @@ def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any]
         return "there is one rank"
     if not group.is_compiled:
         return "the ranks are on several hosts, or there is no compiled library"
-    for name in _OF_REDUCER:
+    for name in _REDUCER_ARGUMENTS:
         if ddp_kwargs.get(name):
             return f"`{name}={ddp_kwargs[name]!r}`"
     if tries_buckets:

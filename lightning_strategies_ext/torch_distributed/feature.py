@@ -25,24 +25,24 @@ class FeatureContext:
     """The parts of a strategy that the features of one model use.
 
     Attributes:
-        sync: Communication hook, compression, and averaging of models.
-        ddp_kwargs: Arguments with which DDP is created again.
+        options: Communication hook, compression, and averaging of models.
+        ddp_kwargs: Arguments with which DDP is rebuilt.
         device: Device of this rank.
         collectives: Collectives of all ranks.
-        share: Contribution of this rank to an exchange; None if all ranks always contribute.
+        contribution: Contribution of this rank to an exchange; None if all ranks always contribute.
         timeout: Timeout of collectives; torch's default if None.
         num_local_ranks: Number of ranks on this host.
         tunes_buckets: Whether the bucket size is searched.
         averages_of_model: Returns the modules that hold averages of the model, such as those of callbacks.
-        on_rebuild: Called after DDP was created again.
-        rebuild: Creates DDP again for a model. Collective: all ranks call it between two steps.
+        on_rebuild: Called after DDP was rebuilt.
+        rebuild: The method :meth:`.Features.rebuild`, which creates DDP again for a model.
     """
 
-    sync: GradientSyncOptions
+    options: GradientSyncOptions
     ddp_kwargs: dict[str, Any]
     device: torch.device
     collectives: Collectives
-    share: Contribution | None = None
+    contribution: Contribution | None = None
     timeout: timedelta | None = None
     num_local_ranks: int = 1
     tunes_buckets: bool = False
@@ -54,7 +54,8 @@ class FeatureContext:
 class Feature:
     """Optional part of the gradient exchange of a model in DDP; a no-op except for the methods that it overrides.
 
-    The methods are in the order in which a strategy calls them. Fabric calls only :meth:`wrap` and :meth:`rewrap`.
+    The methods are in the order in which a strategy of the Trainer calls them. Fabric calls only :meth:`wrap` and
+    :meth:`rewrap`, because it has no hooks for the others.
 
     Attributes:
         state_key: Key of the feature's state in checkpoints; None without a state.
@@ -71,7 +72,7 @@ class Feature:
         """Starts the feature, after DDP was created. Collective: all ranks call it."""
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Receives the optimizers of the model, once they exist."""
+        """Receives the optimizers of the model, once they exist; in elastic training, features get none."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
@@ -80,16 +81,20 @@ class Feature:
         """Runs before each training step."""
 
     def before_backward(self, loss: Tensor) -> None:
-        """Runs before each backward pass."""
+        """Runs before each backward pass, also before passes that exchange nothing."""
 
     def after_backward(self) -> None:
-        """Runs after each backward pass."""
+        """Runs after each backward pass, also after passes that exchange nothing.
+
+        A pass exchanges gradients if the model's ``require_backward_grad_sync`` is True. The user's
+        ``on_after_backward`` has run before.
+        """
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after each step of an optimizer."""
 
     def rewrap(self, model: DistributedDataParallel) -> None:
-        """Continues after DDP was created again. Collective: all ranks call it."""
+        """Continues after DDP was rebuilt. Collective: all ranks call it."""
 
     def synchronize(self) -> None:
         """Makes the models of all ranks equal, before evaluations, checkpoints, and the end. Collective."""

@@ -9,7 +9,7 @@ from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 
 class DefaultGroupProgress(CollectiveProgress):
-    """Progress of this process."""
+    """Progress of this process in the default group."""
 
     def num_started(self) -> int:
         """Returns how many collectives this rank has started in the group; 0 if the backend does not count them."""

@@ -3,7 +3,7 @@
 torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
 unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
 For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`Unfreezing` detects both
-before the next forward pass, and creates DDP again.
+before the next forward pass, and rebuilds DDP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
 class Unfreezing(Feature):
     """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
 
-    A copy of the model in DDP is not checked.
+    A copy of the model in DDP is not checked: the copy of this object has the empty attributes of the class.
 
     Args:
         context: The parts of the strategy that the feature uses.
@@ -36,7 +36,7 @@ class Unfreezing(Feature):
 
     _parameters: Mapping[str, Tensor] = {}
     _are_trained: Sequence[bool] = ()
-    _unknown: Mapping[str, Tensor] = {}
+    _frozen: Mapping[str, Tensor] = {}
 
     def __init__(self, context: FeatureContext) -> None:
         self._context = context
@@ -45,7 +45,7 @@ class Unfreezing(Feature):
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
         self._parameters = exchanged_parameters(model)
-        self._note(self._need_gradients())
+        self._record(self._requires_grad_flags())
         model.register_forward_pre_hook(self._before_forward)
 
     def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
@@ -55,10 +55,10 @@ class Unfreezing(Feature):
 
     def follow_added(self, model: DistributedDataParallel) -> None:
         """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
-        trained = self._chosen(self._are_trained)
+        trained = self._select(self._are_trained)
         self._parameters = exchanged_parameters(model)
-        self._note(self._need_gradients())
-        self._train_others(model, trained)
+        self._record(self._requires_grad_flags())
+        self._rebuild(model, trained)
 
     @override
     def before_backward(self, loss: Tensor) -> None:
@@ -69,7 +69,7 @@ class Unfreezing(Feature):
         """
         if not self._has_peers:
             return
-        for name, parameter in self._unknown.items():
+        for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"The parameter `{name}` was unfrozen within the training step, which DDP began without it: each"
@@ -77,11 +77,11 @@ class Unfreezing(Feature):
                     " `on_train_batch_start`."
                 )
 
-    def _note(self, are_trained: Sequence[bool]) -> None:
+    def _record(self, are_trained: Sequence[bool]) -> None:
         self._are_trained = are_trained
-        self._unknown = dict(compress(self._parameters.items(), map(not_, are_trained)))
+        self._frozen = dict(compress(self._parameters.items(), map(not_, are_trained)))
 
-    def _need_gradients(self) -> Sequence[bool]:
+    def _requires_grad_flags(self) -> Sequence[bool]:
         return [*map(_needs_gradient, self._parameters.values())]
 
     def _before_forward(self, model: Module, args: Any) -> None:
@@ -89,7 +89,7 @@ class Unfreezing(Feature):
         # module.
         if not torch.is_grad_enabled():
             return
-        before, now = self._are_trained, self._need_gradients()
+        before, now = self._are_trained, self._requires_grad_flags()
         if now == before:
             return
         assert isinstance(model, DistributedDataParallel)
@@ -97,17 +97,17 @@ class Unfreezing(Feature):
             now = [was or needs for was, needs in zip(before, now, strict=True)]
         if now == before or not any(now):  # if no parameter is trained, DDP waits for none
             return
-        self._note(now)
-        trained = self._chosen(before)
-        unused = [each for each in self._chosen(now) if not each.requires_grad]
+        self._record(now)
+        trained = self._select(before)
+        unused = [each for each in self._select(now) if not each.requires_grad]
         for parameter in unused:
             parameter.requires_grad_()
-        self._train_others(model, trained)
+        self._rebuild(model, trained)
         for parameter in unused:
             parameter.requires_grad_(False)
 
-    def _train_others(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-        """Creates DDP again for the parameters that now require a gradient. Collective: all ranks call it.
+    def _rebuild(self, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+        """Rebuilds DDP for the parameters that now require a gradient. Collective: all ranks call it.
 
         Args:
             model: Model in DDP.
@@ -115,12 +115,12 @@ class Unfreezing(Feature):
         """
         context = self._context
         check_same_model(context.collectives, model.module, context.device, is_trained=True)
-        if context.sync.model_averaging_argument is not None:  # they may differ
+        if context.options.model_averaging_argument is not None:  # they may differ
             for parameter in trained:
                 dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
         context.rebuild(model)
 
-    def _chosen(self, are_chosen: Sequence[bool]) -> list[Tensor]:
+    def _select(self, are_chosen: Sequence[bool]) -> list[Tensor]:
         return [*compress(self._parameters.values(), are_chosen)]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def rewrap_in_ddp(model: DistributedDataParallel, device: torch.device, **ddp_kw
                 " same parameters trainable during the whole training."
             )
     # State that torch keeps for any module, such as hooks, and the flag that `no_sync` sets.
-    of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
-    kept = {name: getattr(model, name) for name in (*of_modules, "require_backward_grad_sync")}
+    module_attributes = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
+    kept = {name: getattr(model, name) for name in (*module_attributes, "require_backward_grad_sync")}
     without_sync = {"init_sync": False} if "init_sync" in DDP_ARGUMENTS else {}
     buffers = [] if without_sync else [*module.buffers()]
     own = [buffer.detach().clone() for buffer in buffers]

@@ -79,12 +79,12 @@ CALLED_INSTEAD = {
         f"{_WORKERS}.kill",
         f"{_FABRIC_WORKERS}._wrapping_function",
     ],
-    "torch_distributed.gradient_sync.GradientSyncOptions.create_averaging": [f"{_DDP}._enable_model_averaging"],
-    "torch_distributed.gradient_sync.GradientSyncOptions.register_hook": [
+    "torch_distributed.communication_hook.PostLocalSGD.attach": [f"{_DDP}._enable_model_averaging"],
+    "torch_distributed.communication_hook.CommunicationHook.wrap": [
         f"{_DDP}._register_ddp_hooks",
         f"{_OVERRIDES}:_register_ddp_comm_hook",
     ],
-    "torch_distributed.gradient_sync.explain_unused_parameters": [
+    "torch_distributed.ddp_advice.explain_unused_parameters": [
         "lightning.pytorch.utilities.exceptions:_augment_message"
     ],
     "torch_distributed.process_group.default_backend": [

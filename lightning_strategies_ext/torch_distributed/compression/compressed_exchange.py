@@ -93,7 +93,7 @@ class CompressionFeature(Feature):
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
         """Returns the feature, or None if it is not in use."""
-        return None if context.sync.compression is None else cls(context.sync.compression, context)
+        return None if context.options.compression is None else cls(context.options.compression, context)
 
     @property
     @override
@@ -143,11 +143,11 @@ class CompressionFeature(Feature):
         self._exchange = None
 
     def _register_hook(self, model: DistributedDataParallel) -> None:
-        share, hook = self._context.share, None if self._exchange is None else self._exchange.hook
-        if share is not None:
-            hook = share.hook(hook, model.process_group)
+        contribution, hook = self._context.contribution, None if self._exchange is None else self._exchange.hook
+        if contribution is not None:
+            hook = contribution.hook(hook, model.process_group)
         if hook is not None:
-            model.register_comm_hook(state=self._context.sync.comm_state, hook=hook)
+            model.register_comm_hook(state=self._context.options.comm_state, hook=hook)
 
 
 def is_stateless(compression: Compression | None) -> bool:
