@@ -27,6 +27,8 @@ BEGIN, END = "<!-- written by `make clients` -->", "<!-- end of what is written 
 PROGRAMS = Path(__file__).parent / "programs"
 #: Relative difference of numbers that count as equal: `dp_ext` sums over the batch in another order than one device.
 TOLERANCE = 1e-3
+#: Time limit of a program with one strategy: `optuna_search` starts ten processes, each of which imports for seconds.
+LIMIT_S = 900
 _LONGEST_REASON = 220
 
 
@@ -99,12 +101,20 @@ def run_case(name: str, case: Case) -> tuple[list[str], list[str]]:
 
 
 def run(name: str, strategy: str, case: Case) -> Run:
-    """Runs a program in a directory of its own, in processes that compute in one thread."""
+    """Runs a program in a directory of its own, in processes that compute in one thread.
+
+    A program that exceeds :data:`LIMIT_S` counts as failed, so that the rows of the remaining programs are written.
+    """
     begin = time.monotonic()
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "STRATEGY": strategy, **WITHOUT_MPI}
     with tempfile.TemporaryDirectory(prefix="client-") as directory:
         command = (sys.executable, str(PROGRAMS / f"{name}.py"), *case.arguments)
-        result = run_command(*command, env=environment, cwd=Path(directory))
+        try:
+            result = run_command(*command, env=environment, cwd=Path(directory), timeout_s=LIMIT_S)
+        except AssertionError as error:  # the time limit; the message contains the output
+            problem = f"took more than {LIMIT_S} s"
+            print(f"{name}, {strategy}: {problem}", flush=True)
+            return Run(None, problem, str(error), time.monotonic() - begin)
     seconds = time.monotonic() - begin
     lines = result.stdout.splitlines()
     results = [json.loads(line.partition("RESULT ")[2]) for line in lines if "RESULT " in line]
@@ -146,7 +156,9 @@ def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
         return Verdict(f"{len(ours.results)} results, not {len(reference.results)}", is_expected=False)
     if difference > TOLERANCE:
         reason = f", since {expected}" if expected else ""
-        return Verdict(f"differs by {difference:.1g}{reason}", expected is not None)
+        keys = ", ".join(dict.fromkeys(key for pair in pairs for key in differing_keys(*pair)))
+        amount = f" by {difference:.1g}" if math.isfinite(difference) else ""
+        return Verdict(f"differs{amount} in {keys}{reason}", expected is not None)
     text = "same" if difference == 0 else f"same to {difference:.0e}"
     return Verdict(text + (", and all predictions in order" if is_whole else ""), expected is None)
 
@@ -181,6 +193,13 @@ def differences(ours: Any, theirs: Any) -> Iterator[float]:
             yield math.inf if math.isnan(difference) else difference
     elif ours != theirs:
         yield math.inf
+
+
+def differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the results that differ by more than :data:`TOLERANCE`, or that one of the two lacks."""
+    for key in [*ours, *(theirs.keys() - ours.keys())]:
+        if max(differences(ours.get(key), theirs.get(key))) > TOLERANCE:
+            yield key
 
 
 def describe(name: str) -> str:

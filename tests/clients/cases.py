@@ -64,7 +64,11 @@ CASES = {
         exceptions={"dp_ext": "cannot be split"},
     ),
     "gluonts_deepar": Case(
-        ("gluonts",), "Reads a stream: each rank draws its own samples.", ours=("ddp_ext", "ddp_spawn_ext")
+        ("gluonts",),
+        "Reads a stream: each rank draws its own samples. Use `ddp_fork_ext` for workers: the stream is a "
+        "generator, which cannot be pickled for spawned ones.",
+        ours=("ddp_ext", "ddp_spawn_ext", "ddp_fork_ext"),
+        exceptions={"ddp_spawn_ext": "cannot pickle 'generator' object"},
     ),
     "hydra_sweep": Case(("hydra-core",), arguments=("--multirun", "+lr=0.05,0.1")),
     "loggers": Case(("tensorboard",)),
@@ -85,7 +89,13 @@ CASES = {
         stock="ddp_spawn",
         ours=("ddp_spawn_ext", "ddp_fork_ext", "dp_ext"),
     ),
-    "rl4co_tsp": Case(("rl4co",), ours=("ddp_ext", "ddp_spawn_ext")),
+    "rl4co_tsp": Case(
+        ("rl4co",),
+        "Draws its instances at the start of each stage. Call `seed_everything` before `test` too, and `ddp_spawn_ext` "
+        "gives the numbers of `ddp`.",
+        ours=("ddp_ext", "ddp_spawn_ext"),
+        exceptions={"ddp_spawn_ext": "its workers continue the random numbers of `fit`; `ddp` returns to the seed"},
+    ),
     "scvi_autoencoder": Case(
         ("scvi-tools",),
         "Use the names with `_find_unused_parameters_true`, as its documentation does. With `ddp_spawn_ext`, set "
@@ -93,6 +103,10 @@ CASES = {
         exceptions={"dp_ext": "is given a number by each replica"},
     ),
     "stateful_loader": Case(("torchdata",)),
-    "tabular_category": Case(("pytorch-tabular",), "Imports `pytorch_lightning`."),
+    "tabular_category": Case(
+        ("pytorch-tabular",),
+        "Imports `pytorch_lightning`.",
+        exceptions={"dp_ext": "batch normalization is over the part of each replica"},
+    ),
     "transformers_bert": Case(("transformers", "datasets")),
 }
