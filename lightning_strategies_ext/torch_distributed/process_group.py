@@ -51,7 +51,7 @@ group_connections: set[tuple[Any, Any]] = set()
 _at_end: "Finalize[None] | None" = None
 
 # CPU backends of the groups that were left last, see `_destroy`.
-_left: deque[list[Any]] = deque(maxlen=2)
+_kept_gloo_backends: deque[list[Any]] = deque(maxlen=2)
 
 # torch's `sys.excepthook` for a group, which prints exceptions with the rank, and the hook before it. torch wraps the
 # hook again for each group, and would print the rank once per group.
@@ -60,7 +60,7 @@ _excepthooks: list[Any] = []
 # The default group of several ranks that this package has created, and the same group while it is set aside during a
 # stage on one device.
 _own: "weakref.ref[Any] | None" = None
-_aside: Any = None
+_hidden_group: Any = None
 
 # Store of the default group that this package has created.
 _own_store: dist.Store | None = None
@@ -70,7 +70,7 @@ _own_store: dist.Store | None = None
 _NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
 
 # Backends whose threads do not use the group's store, so that it may be a store in Python.
-_ON_MAIN_THREAD = ("gloo", shm.NAME)
+_ACCEPTS_PYTHON_STORE = ("gloo", shm.NAME)
 
 # With these settings, torch's NCCL watchdog does not abort this process after the exit of a peer or after a dump of the
 # flight recorder (read in torch 2.5 to 2.13). Values that the user has set are kept.
@@ -247,7 +247,7 @@ def start(
             )
         rank_variables.record_owner()
         return backend
-    if _aside is not None and world_size == 1:
+    if _hidden_group is not None and world_size == 1:
         excepthook = sys.excepthook
         with restrict_gloo(is_one_host=True):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -280,11 +280,11 @@ def join(
     """
     forking.make_fork_safe()
     group_connections.clear()
-    _left.clear()
+    _kept_gloo_backends.clear()
     excepthook = sys.excepthook
     is_python = isinstance(without_prefixes(store), host_store.HostStore)
     of_torch = store
-    if is_python and backend not in _ON_MAIN_THREAD:
+    if is_python and backend not in _ACCEPTS_PYTHON_STORE:
         of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
     with record_connections(group_connections), restrict_gloo(is_one_host=num_hosts == 1):
         dist.init_process_group(
@@ -365,18 +365,18 @@ def set_aside() -> bool:
     Returns:
         Whether there was a group, which :func:`bring_back` restores.
     """
-    global _aside
+    global _hidden_group
     if not has_others():
         return False
-    _aside, dist.group.WORLD = dist.group.WORLD, None
+    _hidden_group, dist.group.WORLD = dist.group.WORLD, None
     return True
 
 
 def bring_back() -> None:
     """Restores the default group that :func:`set_aside` has unset, and leaves the group of the stage."""
-    global _aside
+    global _hidden_group
     of_stage = dist.group.WORLD
-    dist.group.WORLD, _aside = _aside, None
+    dist.group.WORLD, _hidden_group = _hidden_group, None
     if of_stage is not None:
         _destroy(of_stage)
 
@@ -402,7 +402,7 @@ def stop() -> None:
 
 def _stop_at_exit() -> None:
     stop()
-    _left.clear()
+    _kept_gloo_backends.clear()
 
 
 def leave_subgroup(group: Any) -> None:
@@ -433,7 +433,7 @@ def _destroy(group: Any) -> None:
 
 def _keep_gloo(groups: Iterable[Any]) -> None:
     cpu = torch.device("cpu")
-    _left.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
+    _kept_gloo_backends.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
 
 
 def default_store() -> dist.Store:

@@ -29,7 +29,7 @@ _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
 _HOST_STORE = "lightning_strategies_ext/host_store"
 # Key under which rank 0 stores the job, see `_job`, before ranks join that another launcher has started.
-_MEETING = "meeting"
+_JOB_KEY = "job"
 #: Free space that a store in a file requires, in bytes.
 _STORE_BYTES = 1 << 24
 
@@ -53,11 +53,11 @@ def next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -
     if world_size == 1:
         return dist.HashStore()
     name = rank_variables.store_name() if num_hosts == 1 else None
-    place = os.getpid(), name or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), rank, world_size
-    if place not in _stores:
+    key = os.getpid(), name or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), rank, world_size
+    if key not in _stores:
         _stores.clear()
-        _stores[place] = _store_of_all(name, rank, world_size, num_hosts, timeout), count()
-    store, numbers = _stores[place]
+        _stores[key] = _store_of_all(name, rank, world_size, num_hosts, timeout), count()
+    store, numbers = _stores[key]
     store.set_timeout(timeout)
     return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
 
@@ -71,18 +71,18 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
     if name is not None:
         return _host_store(name, rank, world_size, timeout)
     try:
-        met = _store_at_address(rank, world_size, num_hosts, timeout)
+        address_store = _store_at_address(rank, world_size, num_hosts, timeout)
     except dist.DistNetworkError as error:
         if rank == 0 and "EADDRINUSE" in str(error):
             raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
         raise
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        met = _of_this_round(met, rank, world_size, timeout)
+        address_store = _of_this_round(address_store, rank, world_size, timeout)
     if num_hosts > 1 or not host_store.is_available():
-        return met
+        return address_store
     if rank == 0:
-        met.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # a new part for each rendezvous
-    name, part = met.get(_HOST_STORE).decode().split()
+        address_store.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # a new part for each rendezvous
+    name, part = address_store.get(_HOST_STORE).decode().split()
     return _host_store(name, rank, world_size, timeout, part)
 
 
@@ -113,9 +113,9 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         # Another user may have written the name of another job's store, which lacks this key or has another value for
         # it.
         if rank == 0:
-            store.set(_MEETING, _job())
-        store.wait([_MEETING], timeout)
-        found = store.get(_MEETING).decode()
+            store.set(_JOB_KEY, _job())
+        store.wait([_JOB_KEY], timeout)
+        found = store.get(_JOB_KEY).decode()
         if found != _job():
             raise dist.DistNetworkError(
                 f"The store at MASTER_ADDR contains the name of another job's store ({found}; this is {_job()}):"

@@ -93,7 +93,7 @@ class CompressedGradients:
         self._model = weak_model_for_hook(model)
         self._group = model.process_group
         self._host_groups = HostGroups.create(model.device, timeout)
-        self._must_wait = self._host_groups.must_take_turns(model)
+        self._must_wait = self._host_groups.must_serialize(model)
         self._executor = OrderedExecutor(model.device)
         self._parameters: dict[str, Tensor] = {}  # all parameters that were trained so far, by name
         self.on_ddp_rebuilt()

@@ -68,15 +68,15 @@ class HostGroups(NamedTuple):
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
-        here, insides, betweens = dist.get_rank(), [], []
+        here, intra_groups, inter_groups = dist.get_rank(), [], []
         for ranks in ranks_of:  # all ranks create all groups, in the same order
-            insides.append(dist.new_group(ranks, timeout, backend))
+            intra_groups.append(dist.new_group(ranks, timeout, backend))
         with restrict_gloo(is_one_host=False):
             for column in zip(*ranks_of, strict=True):
-                betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
+                inter_groups.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
-        return cls(insides[own], betweens[index], ranks_per_host, index, device)
+        return cls(intra_groups[own], inter_groups[index], ranks_per_host, index, device)
 
     def shares(self, sizes: Sequence[int]) -> list[range]:
         """Divides tensors into contiguous shares of about the same size, one for each rank of a host.
@@ -125,7 +125,7 @@ class HostGroups(NamedTuple):
             for tensor, summed in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(summed.view_as(tensor))
 
-    def must_take_turns(self, model: DistributedDataParallel) -> bool:
+    def must_serialize(self, model: DistributedDataParallel) -> bool:
         """Returns whether each exchange must complete on the GPU before the backward pass starts other collectives.
 
         These are the collectives of the default group: of SyncBatchNorm, of DDP for unused parameters, and of sparse

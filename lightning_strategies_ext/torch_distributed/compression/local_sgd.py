@@ -34,7 +34,7 @@ class LocalSGDExchange:
         self._options = options
         self._world_size = dist.get_world_size()
         self._host_groups = HostGroups.create(model.device, timeout)
-        self._must_wait = self._host_groups.must_take_turns(model)
+        self._must_wait = self._host_groups.must_serialize(model)
         self._outer_optimizer = (
             _OuterOptimizer(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
         )

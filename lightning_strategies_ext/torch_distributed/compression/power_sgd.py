@@ -16,8 +16,8 @@ from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
 #: Size of the noise in a query's rows. It keeps directions in which the gradients of one step were zero.
-_NUDGE = 1e-6
-_TINY = 1e-30
+_NOISE_SCALE = 1e-6
+_MIN_NORM = 1e-30
 
 
 class _Matrix(NamedTuple):
@@ -44,13 +44,13 @@ class PowerSGDCodec:
     Args:
         rank: Number of columns of the thin matrices.
         residuals: Residuals of this rank.
-        num_sharing: Number of ranks of this host that exchange at the same time, each with ranks of other hosts.
+        ranks_per_host: Number of ranks of this host that exchange at the same time, each with ranks of other hosts.
     """
 
-    def __init__(self, rank: int, residuals: Residuals, num_sharing: int = 1) -> None:
+    def __init__(self, rank: int, residuals: Residuals, ranks_per_host: int = 1) -> None:
         self._rank = rank
         self._residuals = residuals
-        self._num_sharing = num_sharing
+        self._num_sharing = ranks_per_host
         self._queries: dict[Tensor, Tensor] = {}
         self._noises: dict[int, Tensor] = {}
 
@@ -64,14 +64,14 @@ class PowerSGDCodec:
         shapes = [_shape_of(parameter) for parameter, _, _ in thin]
         first = _Message([parameter.numel() for parameter, _, _ in whole] + [self._rank * n for n, _ in shapes], flat)
         second = _Message([self._rank * m for _, m in shapes], flat)
-        for part, (_, gradient, left_over) in zip(first.parts, whole, strict=False):
+        for part, (_, gradient, residual) in zip(first.parts, whole, strict=False):
             torch.mul(gradient, scale, out=part)
-            part.add_(left_over)
-            left_over.zero_()
-        lefts = first.parts[len(whole) :]
+            part.add_(residual)
+            residual.zero_()
+        p_factors = first.parts[len(whole) :]
         matrices = [
             _Matrix(g.view(n, m), e.view(n, m), self._query(parameter, m), left.view(-1, n), right.view(-1, m))
-            for (parameter, g, e), (n, m), left, right in zip(thin, shapes, lefts, second.parts, strict=True)
+            for (parameter, g, e), (n, m), left, right in zip(thin, shapes, p_factors, second.parts, strict=True)
         ]
         self._sum(matrices, scale, first.whole, second.whole, group)
         for part, (_, gradient, _) in zip(first.parts, whole, strict=False):
@@ -129,7 +129,7 @@ class PowerSGDCodec:
         if query is None:
             query = self._queries[parameter] = noise.clone()
             return query
-        return query.div_(query.norm(dim=1, keepdim=True).clamp_(min=_TINY)).add_(noise, alpha=_NUDGE)
+        return query.div_(query.norm(dim=1, keepdim=True).clamp_(min=_MIN_NORM)).add_(noise, alpha=_NOISE_SCALE)
 
 
 class _Message:
@@ -160,4 +160,4 @@ def _orthonormalize(rows: Tensor) -> None:
         if index:
             before = rows[:index]
             row.sub_(before.T @ (before @ row))
-        row.div_(row.norm().clamp_(min=_TINY))
+        row.div_(row.norm().clamp_(min=_MIN_NORM))
