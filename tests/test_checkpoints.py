@@ -204,7 +204,7 @@ def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, 
         assert set(os.listdir(directory)) == {"last.ckpt", *planted}
 
 
-def test_what_a_process_has_left_that_was_killed_before_it_replaced_is_removed_by_the_next(tmp_path: Path):
+def test_the_next_save_removes_the_temporary_file_of_a_killed_process(tmp_path: Path):
     if not hasattr(os, "O_TMPFILE"):
         pytest.skip("all files have names on this system, and what a killed process leaves stays")
     (tmp_path / ".last.ckpt.01234567.whole").touch()

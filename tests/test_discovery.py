@@ -150,7 +150,7 @@ print(json.dumps([before, after, registered() == once]))
 
 
 @pytest.mark.processes
-def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_harmless(
+def test_with_autoload_off_an_import_registers_the_names_and_a_second_is_a_no_op(
     wheel_install: Environment,
 ) -> None:
     report = wheel_install.report(IMPORT_AFTER_LIGHTNING, env=AUTOLOAD_OFF)
@@ -325,7 +325,7 @@ def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) 
 
 
 @pytest.mark.processes
-def test_each_entry_point_that_cannot_be_registered_is_said_in_one_line_that_names_its_package(
+def test_one_line_names_each_entry_point_that_cannot_be_registered_and_its_package(
     third_party_report: Report,
 ) -> None:
     absent, thief = sorted(third_party_report.messages)
@@ -420,7 +420,7 @@ def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("cannot load MPI library")  # as mpi4py does without an MPI
 

@@ -1,4 +1,4 @@
-"""The documentation: every link leads somewhere, in the repository and on the site.
+"""The documentation: every link leads somewhere, in the repository and on the site, and every named test exists.
 
 Building it fails where one of its own links or references does not lead anywhere.
 """
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ WRITTEN = [
     *sorted((REPOSITORY / "examples").rglob("*.md")),
     *PAGES,
 ]
+#: What the programs of ``docs/`` write and read.
+RECORDS = sorted(path for path in DOCS.rglob("*") if path.suffix in (".json", ".py", ".txt"))
+MAX_NAME_LENGTH = 80
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
+_TEST = re.compile(r"\btests(?:/[\w/]+\.py|(?:\.\w+)*\.test_\w+)(?:::\w+)?")
 
 
 def named(path: Path) -> str:
@@ -75,11 +80,49 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page):
     assert not missing
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=named)
+@cache
+def names_of_tests(file: Path) -> frozenset[str]:
+    """The names of the test functions that a module defines or imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return frozenset(name for name in found if name.startswith("test_"))
+
+
+def exists(name: str) -> bool:
+    """Whether there is a module or test of this name: ``tests/a/test_b.py::test_c`` or ``tests.a.test_b::test_c``."""
+    module, _, function = name.partition("::")
+    file = (REPOSITORY / module.removesuffix(".py").replace(".", "/")).with_suffix(".py")
+    return file.is_file() and (not function or function in names_of_tests(file))
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, *RECORDS], ids=named)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    named_tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
-    missing = [name for file, name in named_tests if f"def {name}(" not in (REPOSITORY / file).read_text()]
-    assert not missing
+    assert sorted(name for name in set(_TEST.findall(page.read_text())) if not exists(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("tests/test_docs.py", True),
+        ("tests.test_docs::test_the_site_has_every_page_once", True),
+        ("tests/test_docs.py::test_the_site_has_every_page_once", True),
+        ("tests/test_docs.py::test_the_site", False),
+        ("tests/test_no_docs.py", False),
+        ("tests.test_no_docs::test_the_site_has_every_page_once", False),
+    ],
+)
+def test_ids_of_removed_and_renamed_tests_are_found(name: str, is_there: bool) -> None:
+    assert _TEST.findall(f"`{name}[a-1]`") == [name]
+    assert exists(name) is is_there
+
+
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    files = (REPOSITORY / "tests").rglob("*.py")
+    assert sorted(name for file in files for name in names_of_tests(file) if len(name) > MAX_NAME_LENGTH) == []
 
 
 def test_the_site_has_every_page_once():

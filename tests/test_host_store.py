@@ -320,7 +320,7 @@ sys.stdin.read()
 
 @pytest.mark.processes
 @needs_root
-def test_another_user_who_takes_the_name_of_an_ended_store_and_accepts_nothing_holds_up_no_rank():
+def test_another_user_that_takes_the_name_of_an_ended_store_does_not_delay_a_rank():
     with serving_process() as (store, server):
         store.set("key", "value")
         server.kill()
@@ -413,9 +413,7 @@ LAUNCHED = ["ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext", "fabric:dd
 
 @pytest.mark.processes
 @pytest.mark.parametrize("names", [LAUNCHED, ["ddp_ext"], ["fabric:ddp_ext"], ["horovod_ext"]], ids=" ".join)
-def test_ranks_that_we_start_on_one_host_listen_for_gloo_and_horovod_alone_on_the_loopback_interface(
-    names: list[str], tmp_path: Path
-):
+def test_ranks_started_on_one_host_listen_on_the_loopback_interface_only(names: list[str], tmp_path: Path):
     script = tmp_path / "job.py"
     script.write_text(JOB)
     ran = run_script(str(script), *names)

@@ -117,7 +117,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_both_in_one_process_train_alike_and_the_strategies_of_one_are_refused_by_the_other(tmp_path):
+def test_both_packages_train_alike_in_one_process_and_refuse_each_others_strategies(tmp_path):
     *are_equal, first, second = run(BOTH, tmp_path)
     assert are_equal == [True, True]
     line = "For the Trainer of `{}`: from {} import DDPSpawnStrategy; DDPSpawnStrategy(start_method='forkserver')"
@@ -257,7 +257,7 @@ def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel
 
 
 @pytest.mark.processes
-def test_the_wheel_serves_whoever_has_no_lightning(without_lightning, tmp_path):
+def test_the_wheel_works_without_lightning(without_lightning, tmp_path):
     assert without_lightning.run("-c", "import lightning").returncode == 1
     script = tmp_path / "script.py"
     script.write_text(FIT)

@@ -217,7 +217,7 @@ def test_the_failure_report_is_what_the_example_prints(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_ddp_prints_what_is_said_of_it(tmp_path: Path):
+def test_stock_ddp_prints_what_the_readme_describes(tmp_path: Path):
     errors = run_wrong_label(tmp_path, "--strategy", "ddp").splitlines()
     assert len([line for line in errors if line.startswith("[rank")]) > 100
     # Which of the two the kernel reports depends on what rank 1 had not read.
@@ -241,7 +241,7 @@ def test_make_demo_runs_a_program_that_trains(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_make_test_runs_what_is_said_of_it():
+def test_make_test_runs_what_the_readme_describes():
     """Only its plan is read: this test is among what it runs."""
     planned = run_command("make", "--directory", REPOSITORY, "--dry-run", TEST.split()[1])
     assert planned.returncode == 0, planned.stdout

@@ -155,9 +155,7 @@ print("connected", json.dumps(connected()), flush=True)
 @pytest.mark.processes
 @needs_root
 @pytest.mark.parametrize(("interface", "expected"), [("", "127.0.0.1"), ("eth-test", "")], ids=["default", "named"])
-def test_ranks_of_one_host_use_the_loopback_interface_whatever_the_name_of_the_host_means(
-    interface: str, expected: str, tmp_path: Path
-):
+def test_ranks_of_one_host_use_the_loopback_interface_for_any_hostname(interface: str, expected: str, tmp_path: Path):
     hosts, script = tmp_path / "hosts", tmp_path / "job.py"
     hosts.write_text(f"127.0.0.1 localhost\n127.0.0.2 {socket.gethostname()}\n")
     script.write_text(PRINT_ADDRESSES)

@@ -392,7 +392,7 @@ def use_tensors_of_the_host_over_a_backend_of_gpus() -> list[list[float]]:
 
 
 @pytest.mark.processes
-def test_tensors_of_the_host_are_reduced_and_gathered_over_a_backend_that_carries_those_of_gpus():
+def test_cpu_tensors_are_reduced_and_gathered_over_a_backend_for_gpus():
     assert run_ranks(use_tensors_of_the_host_over_a_backend_of_gpus) == [[[1.5, 5.0], [1], [1, 2], [1.0, 2.0]]] * 2
 
 

@@ -122,7 +122,7 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
     assert max(sizes) <= 17  # the last of an epoch may have one more
 
 
-def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_path):
+def test_a_host_loss_is_detected_and_the_other_host_continues(tmp_path):
     try:
         with two_hosts(tmp_path) as hosts:
             put_ssh(hosts, tmp_path, detects_loss=True)

@@ -37,7 +37,7 @@ def test_an_undisturbed_run_and_other_stages_after_it():
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, "powersgd")])
-def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
+def test_a_killed_worker_is_restarted_and_joins(rank, compression):
     killed = once(kill, rank=rank, step=70)
     strategy = {**STRATEGY, "compression": compression}
     run = run_workers(2, killed, joins_later, strategy=strategy, unfreezes_at=rank, **UNTIL_IT_JOINS)
@@ -112,7 +112,7 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
     ("action", "rank", "what"),
     [(stop, 0, "rank 1 waited 4 s for it in"), (sleep, 1, "no activity was detected")],
 )
-def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(action, rank, what):
+def test_after_a_hang_the_worker_is_killed_and_restarted(action, rank, what):
     strategy = {**STRATEGY, "hang_timeout": 4}
     run = run_workers(2, once(action, rank=rank, step=70), joins_later, strategy=strategy, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)

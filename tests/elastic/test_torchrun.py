@@ -69,7 +69,7 @@ def kill_the_restarted_rank_1(net: Net, at: str) -> None:
 
 
 @pytest.mark.processes
-def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_it_has_joined():
+def test_manual_optimization_survives_a_kill_in_a_commit_and_one_before_the_rejoin():
     first = once(kill, rank=1, step=60, during="commit")
     strategy = {**STRATEGY, "process_group_backend": "gloo"}
     run = run_torchrun(2, first, kill_the_restarted_rank_1, strategy=strategy, is_manual=True)
@@ -79,7 +79,7 @@ def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_i
 
 
 @pytest.mark.processes
-def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undisturbed):
+def test_a_sigterm_to_one_rank_lets_all_ranks_commit_before_the_restart(undisturbed):
     run = run_torchrun(2, once(terminate, rank=1, step=70), **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
@@ -105,7 +105,7 @@ def forget(net: Net) -> None:
 
 
 @pytest.mark.processes
-def test_where_commits_are_lost_too_it_goes_on_from_disk():
+def test_without_commits_training_continues_from_disk():
     run = run_torchrun(2, once(forget, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 90)]  # the end of the second epoch
@@ -180,7 +180,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_frozen_weights_that_the_state_dict_omits_and_a_layer_that_on_train_start_adds_are_restored(tmp_path: Path):
+def test_omitted_frozen_weights_and_layers_added_in_on_train_start_are_restored(tmp_path: Path):
     (tmp_path / "script.py").write_text(OMITS_WEIGHTS)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=2 --max-restarts=1 --monitor-interval=0.1 {run_id} --no-python"

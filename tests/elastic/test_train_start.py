@@ -162,7 +162,7 @@ class Unequal(Extended):
         pass
 
 
-def test_gradients_of_a_layer_that_on_train_start_adds_are_averaged_from_the_first_step(tmp_path: Path) -> None:
+def test_gradients_of_a_layer_added_in_on_train_start_are_averaged_from_step_one(tmp_path: Path) -> None:
     fit(DDPSpawnElasticStrategy(), lambda: Unequal(Plan(tmp_path, 0, (0,))), max_steps=4)
     ends = [json.loads(path.read_text()) for path in tmp_path.glob("end*")]
     assert [end["values"] for end in ends] == [[-4 * 1.5]] * 2

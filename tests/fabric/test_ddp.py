@@ -155,7 +155,7 @@ def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
 
 
 @pytest.mark.processes
-def test_a_barrier_waits_where_torchs_own_fails_because_of_a_plugin_for_other_devices(tmp_path):
+def test_a_barrier_works_where_a_device_plugin_breaks_torchs_barrier(tmp_path):
     """Lightning's Fabric has had this since 2.5.5."""
     assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
 

@@ -97,7 +97,7 @@ def test_one_process_stops_at_once():
         assert should_stop()
 
 
-def test_it_is_called_after_the_ranks_have_met():
+def test_coordinated_stop_before_launch_is_refused():
     fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
     with pytest.raises(RuntimeError, match=r"fabric\.launch"), fabric.strategy.coordinated_stop():
         pass

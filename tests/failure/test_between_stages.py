@@ -92,7 +92,7 @@ if fabric.global_rank == 1:
 """
 
 
-def test_under_fabric_rank_0_waits_at_its_exit_for_a_rank_that_fails_later_and_reports_why(tmp_path: Path):
+def test_under_fabric_rank_0_waits_at_its_exit_and_reports_a_later_failure(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(LATE_SCRIPT)
     result = run_script(script, cwd=tmp_path)

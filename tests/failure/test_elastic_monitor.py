@@ -187,7 +187,7 @@ def compute_and_exit() -> bool:
 
 
 @pytest.mark.processes
-def test_a_rank_that_computes_is_not_killed_and_neither_is_a_rank_that_waits_for_one_that_has_exited():
+def test_a_computing_rank_and_a_rank_that_waits_for_an_exited_peer_are_not_killed():
     outcomes = outcomes_of_ranks(compute_and_exit)
     assert codes_of(outcomes) == [0, 0], str(outcomes[1])
     assert outcomes[0].value
@@ -220,7 +220,7 @@ def linked_monitors() -> Iterator[tuple[list[ElasticMonitor], list[threading.Eve
 
 
 @pytest.mark.parametrize("lost", range(NUM_RANKS))
-def test_collectives_of_the_other_ranks_are_aborted_after_a_rank_leaves_without_agreement(lost: int):
+def test_collectives_of_the_peers_are_aborted_after_a_rank_leaves_without_agreement(lost: int):
     with linked_monitors() as (monitors, are_aborted):
         monitors[lost].leave_world(agreed=False)
         for rank in {*range(NUM_RANKS)} - {lost}:

@@ -112,7 +112,7 @@ def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -
 
 
 @pytest.mark.parametrize("is_raised", [False, True])
-def test_a_rank_that_detects_a_failure_at_its_exit_reports_it_and_fails_unless_the_script_caught_it(is_raised):
+def test_a_failure_detected_at_exit_is_reported_unless_the_script_caught_it(is_raised):
     first, _ = outcomes_of_ranks(come_to_the_end_of_the_last_stage_when_another_has_failed, is_raised)
     assert first.error is None, first
     assert first.value is not is_raised

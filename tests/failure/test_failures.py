@@ -272,7 +272,7 @@ def interrupt_each_stage(*signalled: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
-def test_a_sigterm_stops_every_stage_on_every_rank_and_does_not_affect_the_next_stage(signalled):
+def test_a_sigterm_stops_the_stage_on_all_ranks_and_does_not_affect_the_next_stage(signalled):
     first, second = run_ranks(interrupt_each_stage, *signalled)
     assert first == second
     assert len(first) == 5
@@ -500,7 +500,7 @@ def test_a_failure_of_a_script_after_the_last_stage_is_reported(start, tmp_path)
     assert "KeyError: 'no such file'" in output
 
 
-def test_a_second_teardown_is_a_no_op_and_a_script_ends_without_warnings_about_process_groups(start):
+def test_a_second_teardown_is_a_no_op_and_no_process_group_warning_is_printed(start):
     exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=300)
     assert exit_code == 0, output
     assert "process group" not in output.lower()

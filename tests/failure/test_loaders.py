@@ -28,7 +28,7 @@ def start_others(says: Connection) -> None:
 
 
 @pytest.mark.forked
-def test_a_rank_is_killed_with_its_forked_children_but_not_with_other_programs_or_ranks():
+def test_a_rank_is_killed_with_its_forked_children_but_no_programs_or_other_ranks():
     hears, says = fork.Pipe()
     rank = fork.Process(target=start_others, args=(says,))
     rank.start()

@@ -233,7 +233,7 @@ def test_an_unreachable_address_does_not_disconnect_a_rank():
     lines.close()
 
 
-def test_one_of_several_addresses_is_enough_and_ranks_listen_at_the_stores_address_only(hub):
+def test_one_reachable_address_is_enough_and_ranks_listen_at_the_stores_address(hub):
     caller = Ends()
     assert caller.connect(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None  # the hub is not at the first
     everywhere = Ends()
@@ -290,7 +290,7 @@ def at_another_address(entry: str) -> str:
         (["a secret", "a secret"], at_another_address),
     ],
 )
-def test_a_rank_does_not_connect_to_an_address_that_another_process_wrote_to_the_store(
+def test_an_address_that_another_process_wrote_to_the_store_is_rejected(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str]
 ):
     with pytest.raises(RuntimeError, match="LIGHTNING_STRATEGIES_EXT_SECRET"):

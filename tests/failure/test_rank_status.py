@@ -97,7 +97,7 @@ def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
     assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 299}) == ()
 
 
-def test_a_rank_that_sleeps_between_stages_is_hung_once_another_rank_waits_in_the_next_stage():
+def test_sleep_between_stages_is_a_hang_once_a_peer_waits_in_the_next_stage():
     left = replace(SLEEPS, state="finished", in_collective_s=301)
     assert stuck(replace(WAITS, stage=2), left) == (1,)
     assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()

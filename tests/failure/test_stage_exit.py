@@ -110,7 +110,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("short", [0, 1])
-def test_a_process_with_more_batches_gets_an_error_after_the_exit_of_the_other_process(
+def test_a_rank_with_more_batches_gets_an_error_after_the_stage_exit_of_its_peer(
     tmp_path: Path, short: int, backend: str
 ):
     script = tmp_path / "script.py"

@@ -85,7 +85,7 @@ def train(directory: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_exits_during_an_agreement_is_named_and_no_rank_stops_as_if_all_had_agreed(tmp_path: Path):
+def test_a_rank_that_exits_during_a_stop_agreement_is_named_and_all_ranks_fail(tmp_path: Path):
     outcomes = outcomes_of_ranks(train, tmp_path, world_size=3)
     assert outcomes[LAST].exit_code == -signal.SIGKILL
     for outcome in outcomes[:LAST]:

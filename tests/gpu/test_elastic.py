@@ -34,9 +34,7 @@ SHARED = {"is_on_one_gpu": not ON_CPU}
     ],
     ids=["kill rank 0", "kill rank 1", "kill in commit", "kill in validation", "sleep"],
 )
-def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(
-    action: Any, where: dict[str, Any], begins_at: int, two_ranks: Ranks
-):
+def test_a_lost_worker_is_restarted_on_its_gpu(action: Any, where: dict[str, Any], begins_at: int, two_ranks: Ranks):
     strategy = {**STRATEGY, "hang_timeout": 4}
     run = run_workers(2, once(action, **where), joins_later, strategy=strategy, **UNTIL_IT_JOINS, **SHARED)
     print(run.output)
@@ -47,7 +45,7 @@ def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the other one is the process that it was
 
 
-def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(two_ranks: Ranks, tmp_path: Path):
+def test_ranks_that_torchrun_restarts_continue_from_the_memory_of_their_hosts(two_ranks: Ranks, tmp_path: Path):
     kills = once(kill, rank=1, step=70), once(kill, rank=0, step=100, during="validation")
     plan = Plan(2, "torchrun", disturbances=kills, strategy=STRATEGY, trainer={"num_nodes": 2}, **SHARED)
     rendezvous = f"--rdzv-backend=c10d --rdzv-id={tmp_path.name} --rdzv-endpoint=127.0.0.1:{free_port()}"

@@ -84,7 +84,7 @@ def wait_for_the_replacement(net: Net, at: str) -> None:
         net.wait_until(lambda: net.has_happened("process 2"))
 
 
-def test_a_worker_that_is_killed_is_started_anew_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
+def test_a_killed_worker_is_restarted_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
     disturbances = once(kill, rank=1, step=70), joins_later, wait_for_the_replacement
     pauses: dict[str, Any] = {"pause_s": 0.02, "pauses_in": [1]}
     plan = Plan(2, "ray", disturbances, {**HALF_A_GPU, **STRATEGY}, is_on_one_gpu=not ON_CPU, **pauses)

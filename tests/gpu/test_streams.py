@@ -57,7 +57,7 @@ def wrap_often(where: dict[str, Any]) -> tuple[float, int, int]:
     return module.weight.detach().max().item(), reserved[3], reserved[-1]
 
 
-def test_ddp_that_is_made_again_has_the_weights_of_the_last_step_and_needs_no_more_memory(ranks: Ranks) -> None:
+def test_a_rebuild_of_ddp_keeps_the_last_steps_weights_and_needs_no_more_memory(ranks: Ranks) -> None:
     for weight, early, late in ranks.run(wrap_often):
         assert weight == 11
         assert late == early

@@ -101,7 +101,7 @@ def overflow_with_both(where: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 @cuda_only
-def test_an_overflow_on_one_rank_halves_the_scale_and_skips_the_step_on_all_as_with_stock(ranks: Ranks) -> None:
+def test_an_overflow_on_one_rank_halves_the_scale_and_skips_the_step_on_all_ranks(ranks: Ranks) -> None:
     for (ours, scales, weights), (theirs, their_scales, _) in ranks.run(overflow_with_both):
         steps = len(weights)
         assert scales == [1024.0] * OVERFLOWING + [512.0] * (steps - OVERFLOWING) == their_scales

@@ -117,7 +117,7 @@ def count_calls() -> tuple[list[dict[str, int]], str]:
 
 
 @pytest.mark.processes
-def test_calls_and_resumptions_are_counted_on_all_threads_but_the_monitors_and_no_thread_is_overlooked() -> None:
+def test_calls_are_counted_on_all_threads_except_monitors_or_reported_as_uncounted() -> None:
     [(counts, message)] = run_ranks(count_calls, world_size=1)
     assert counts == [{"added:called": 1, "added:generate": 3}, {"added:called": 1}]
     assert message == "The calls on these threads are not counted: ['early']."

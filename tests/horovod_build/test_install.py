@@ -248,7 +248,7 @@ def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch
     assert main([*arguments, "--rebuild"]) == 2
 
 
-def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
+def test_problems_of_the_installed_horovod_are_reported_without_an_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def install(torch: str | None, extension: str = "mpi_lib_v2" + installed.sysconfig.get_config_var("EXT_SUFFIX")):

@@ -100,7 +100,7 @@ def test_the_command_of_this_package_imports_nothing_from_the_working_directory(
 
 
 @pytest.mark.processes
-def test_the_command_of_a_package_below_the_working_directory_imports_nothing_else_from_it(planted: Path) -> None:
+def test_the_command_imports_only_its_package_from_below_the_working_directory(planted: Path) -> None:
     """The working directory may have a virtual environment with this package."""
     for name in PLANTED:
         if name not in ("json", "multiprocessing", "pip"):

@@ -128,7 +128,7 @@ def test_unauthenticated_connections_delay_no_worker():
             assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
 
 
-def test_unauthenticated_connections_are_closed_at_their_time_limit_and_a_worker_connects(monkeypatch):
+def test_unauthenticated_connections_are_closed_in_time_and_a_worker_connects(monkeypatch):
     monkeypatch.setattr(worker_link, "_PROOF_S", 0.5)
     with link_server(1) as (server, links), ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(server.address)) for _ in range(100)]

@@ -183,7 +183,7 @@ def test_a_rank_runs_the_module_the_code_or_the_script_that_was_set(tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_before_it_imports_torch(
+def test_a_script_that_changes_the_directory_does_not_run_another_file_of_its_name(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -239,7 +239,7 @@ print(f"rank {{trainer.global_rank}}: seed {{seed}} in {{os.getcwd()}}, WORLD_SI
 
 
 @pytest.mark.processes
-def test_ranks_have_the_users_arguments_directory_and_environment_and_different_seeds_are_rejected(
+def test_ranks_have_the_users_arguments_directory_environment_and_equal_seeds(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "script.py").write_text(TAKES_ARGUMENTS)

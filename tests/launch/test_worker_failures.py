@@ -171,7 +171,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(("start_method", "rank"), [("forkserver", 1), ("forkserver", 0), ("fork", 1), ("spawn", 1)])
-def test_an_exception_in_a_worker_is_raised_with_rank_and_traceback_and_training_works_again(start_method, rank):
+def test_an_exception_in_a_worker_has_rank_and_traceback_and_training_works_again(start_method, rank):
     model = Acts({rank: raise_value_error})
     trainer = spawning(start_method)
     with pytest.raises(WorkerRaisedError) as caught, within(FAILURE_WITHIN_S):
@@ -361,7 +361,7 @@ def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
         ("dataset", r"`dataset\.transform` of the argument DataLoader"),
     ],
 )
-def test_an_object_that_cannot_be_sent_is_named_before_a_process_starts_and_can_be_inherited(part, name):
+def test_an_unpicklable_object_is_named_before_a_process_starts_and_works_with_fork(part, name):
     model, data, trainer_for = unpicklable(part)
     trainer = trainer_for("ddp_spawn_ext")
     children = psutil.Process().children(recursive=True)  # those of an earlier test may exit meanwhile

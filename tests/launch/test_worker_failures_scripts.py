@@ -102,7 +102,7 @@ def run_text(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_an_exception_whose_class_is_in_the_script_is_the_cause_and_a_failing_import_is_named(run_text):
+def test_an_exception_class_of_the_script_is_the_cause_and_a_failed_import_is_named(run_text):
     result = run_text(FAILS_TWICE)
     assert "has its own class: True" in result.stdout
     assert result.returncode == 1

@@ -111,7 +111,7 @@ def test_on_ctrl_c_the_trainer_tells_our_script_launcher_to_end_the_other_ranks(
     assert in_own_process(fit_until_ctrl_c) == [(signal.SIGKILL,)]
 
 
-def test_the_prediction_loop_knows_that_lightnings_worker_processes_cannot_return_predictions() -> None:
+def test_return_predictions_is_refused_for_lightnings_worker_processes_only() -> None:
     with pytest.raises(MisconfigurationException, match="return_predictions"):
         make_trainer("ddp_fork").predict_loop.return_predictions = True
     for name in ("ddp_ext", "ddp_fork_ext"):

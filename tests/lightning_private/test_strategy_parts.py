@@ -31,7 +31,7 @@ def test_a_strategy_has_no_way_to_write_checkpoints_until_it_is_asked_for_one() 
     assert strategy_parts.checkpoint_io_of(strategy, AsyncCheckpointIO) is given
 
 
-def test_who_hands_checkpoints_on_gets_one_to_hand_them_to_unless_the_user_gave_one() -> None:
+def test_a_wrapping_checkpoint_io_gets_an_inner_one_unless_the_user_set_one() -> None:
     strategy, around = LightningDDPStrategy(), AsyncCheckpointIO()
     strategy_parts.set_checkpoint_io(strategy, around)
     assert strategy_parts.checkpoint_io_of(strategy, TorchCheckpointIO) is strategy.checkpoint_io is around
@@ -88,7 +88,7 @@ def stages_on_one_device() -> list[str]:
 
 
 @pytest.mark.processes
-def test_stages_on_one_device_are_surrounded_and_the_end_is_called_where_the_begin_asked_for_it() -> None:
+def test_functions_surround_stages_on_one_device_and_the_first_can_omit_the_second() -> None:
     assert in_own_process(stages_on_one_device) == [
         "begin",
         "setup",

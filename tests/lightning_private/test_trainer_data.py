@@ -83,7 +83,7 @@ def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: flo
     assert batches.num_validations == num_validations
 
 
-def test_training_data_that_are_forgotten_are_loaded_anew():
+def test_reset_training_loaders_are_loaded_again():
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     seen = []
 

@@ -47,7 +47,7 @@ def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, floa
 
 
 @pytest.mark.processes
-def test_lightning_moves_each_logged_value_to_where_it_is_until_we_stop_it_and_nothing_else_changes() -> None:
+def test_needless_moves_of_logged_values_can_be_skipped_without_another_change() -> None:
     (num_moves, logged, _), (num_left, same_logged, device) = (
         in_own_process(count_moves_of_logged_values, is_skipping) for is_skipping in (False, True)
     )
@@ -110,7 +110,7 @@ class AddsMore(MLP):
 
 
 @pytest.mark.forked
-def test_sums_of_logging_can_be_set_in_the_middle_of_an_epoch_and_how_ranks_merge_them_is_known() -> None:
+def test_logged_sums_can_be_set_within_an_epoch_and_have_a_merge_operation() -> None:
     trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
     model = AddsMore()
     trainer.fit(model, loader(num_samples=16, batch_size=4))

@@ -98,7 +98,7 @@ def stop_before_the_fourth_step() -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.processes
-def test_the_agreement_is_asked_before_each_training_step_where_every_progress_counter_is_complete() -> None:
+def test_the_stop_agreement_runs_before_each_step_with_complete_progress_counters() -> None:
     assert in_own_process(stop_before_the_fourth_step) == [(step, step, step) for step in range(4)]
 
 
@@ -125,7 +125,7 @@ def test_the_trainer_installs_its_handlers_after_the_strategy_was_set_up() -> No
     assert in_own_process(fit_with_a_signal_in_the_third_step) == (3, True)
 
 
-def test_release_leaves_the_classes_own_methods_and_is_harmless_when_there_is_nothing_to_release() -> None:
+def test_release_sigterm_restores_all_methods_and_is_a_no_op_when_repeated() -> None:
     trainer = single_process_trainer()
     objects = trainer._signal_connector, trainer.fit_loop.epoch_loop
     before = [dict(vars(owner)) for owner in objects]
@@ -147,7 +147,7 @@ def count_broadcasts_of_lightnings_ddp() -> int:
 
 
 @pytest.mark.processes
-def test_the_broadcast_that_we_take_out_is_what_lightning_runs_in_every_training_step() -> None:
+def test_lightning_runs_the_removed_broadcast_in_every_training_step() -> None:
     if Version(lightning.__version__) < Version("2.5.3"):
         pytest.skip("Lightning before 2.5.3 has no broadcast per step to take out")
     assert run_ranks(count_broadcasts_of_lightnings_ddp) == [3, 3]

@@ -62,7 +62,7 @@ class Fetches(Callback):
         self.steps.append(trainer_logging.logger_step(trainer))
 
 
-def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_undone() -> None:
+def test_a_function_runs_before_each_fetch_of_a_batch_until_it_is_removed() -> None:
     fetches = Fetches()
     trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
     undo = trainer_stages.wrap_before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
@@ -162,7 +162,7 @@ def val_results(trainer: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fail_at", "where"), [(7, "train"), (8, "validation")])
-def test_a_fit_that_is_run_again_from_a_checkpoint_in_memory_goes_on_right_before_the_step(fail_at, where):
+def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_step(fail_at, where):
     torch.manual_seed(1)
     whole = Disturbed()
     trainer, _ = fit_with_one_restart(whole, 4)

@@ -125,7 +125,7 @@ def window(rank: int, number: int) -> Window:
     return Window(rank, "a", number, 5, 500, np.zeros(3, BATCH), np.zeros(2, EXCHANGE))
 
 
-def test_windows_of_all_ranks_come_together_and_nobody_waits_for_one_that_is_gone() -> None:
+def test_windows_of_all_ranks_are_collected_without_waiting_for_an_exited_rank() -> None:
     store = dist.HashStore()
     boxes = [Mailbox(store, rank, 3) for rank in range(3)]
     for rank, box in enumerate(boxes):

@@ -80,7 +80,7 @@ def train_with_three_ranks(strategy: str, backend: str | None = None) -> tuple[d
     return state_of(model), torch.distributed.get_backend()
 
 
-def test_with_three_ranks_the_bits_are_those_of_stock_on_its_backend_and_close_to_them_on_shm():
+def test_three_ranks_train_bitwise_as_stock_over_gloo_and_close_to_it_over_shm():
     stock, gloo, shm, again = (
         run_ranks(train_with_three_ranks, *strategy, world_size=3)
         for strategy in (("ddp",), ("ddp_ext", "gloo"), ("ddp_ext",), ("ddp_ext",))

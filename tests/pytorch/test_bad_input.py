@@ -214,7 +214,7 @@ def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", [None, "nccl"], ids=["a registered one", "nccl"])
-def test_a_backend_that_cannot_move_tensors_of_the_devices_is_refused_when_these_are_known(backend: str | None) -> None:
+def test_a_backend_that_does_not_support_the_devices_is_refused_once_they_are_known(backend: str | None) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
         pytest.skip("this build of torch has no NCCL")
     (messages,) = run_ranks(construct_with_a_backend_that_is_for_gpus, backend, world_size=1)
@@ -243,7 +243,7 @@ def test_a_process_group_of_another_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("averaging", [{"compression": "localsgd"}, {"compression": "diloco"}])
 @pytest.mark.parametrize("others", [{}, {"uneven_inputs": "stop"}, {"start_method": "spawn"}])
-def test_elastic_ranks_that_average_models_are_refused_with_no_advice_that_is_refused_as_well(
+def test_elastic_model_averaging_is_refused_without_advice_that_is_refused_too(
     averaging: dict[str, Any], others: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=r"with `elastic=True`: .* Omit one of the two") as caught:
@@ -404,7 +404,7 @@ def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refu
     [DDPStrategy, DataParallelStrategy, HorovodStrategy, FabricDataParallelStrategy, FabricHorovodStrategy],
     ids=lambda make: f"{make.__module__.split('.')[1]}.{make.__name__}",
 )
-def test_devices_that_are_not_known_yet_are_said_to_be(make):
+def test_root_device_before_the_devices_are_known_is_an_error(make):
     with pytest.raises(RuntimeError, match=r"The devices are not known yet. Pass the strategy to (a Trainer|Fabric)"):
         _ = make().root_device
 

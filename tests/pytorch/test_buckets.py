@@ -133,7 +133,7 @@ def train_little() -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_training_that_is_too_short_and_a_model_that_is_too_small_are_told():
+def test_a_bucket_search_with_too_few_steps_or_gradients_is_reported():
     too_short, too_small = run_ranks(train_little)[0]
     assert (
         too_short

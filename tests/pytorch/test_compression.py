@@ -201,7 +201,7 @@ def train_and_resume(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_who_resumes_has_the_weights_of_who_was_not_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     first, second = run_ranks(train_and_resume, tmp_path)
     for name, (whole, resumed) in first.items():
         # MKL's products may end in another bit where a matrix stands elsewhere in memory, as after a new start.
@@ -409,7 +409,7 @@ def fail(compression: Compression) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["powersgd", "localsgd"])
-def test_who_waits_for_a_rank_that_fails_is_told(name: str) -> None:
+def test_a_rank_that_waits_for_a_failing_rank_gets_its_error(name: str) -> None:
     first, second = outcomes_of_ranks(fail, WITH_STATE[name])
     assert "rank 1 has had enough" in second.error
     assert RankFailedError.__name__ in first.error

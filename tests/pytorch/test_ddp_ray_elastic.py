@@ -61,7 +61,7 @@ def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(va
     assert len({line["pid"] for line in found.having("samples")}) == 4
 
 
-def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
+def test_a_restart_beyond_max_restarts_ends_fit_with_the_cause(variables):
     found = run(variables, {"max_restarts": 0}, once(kill, rank=1, step=30))
     assert found.code != 0
     assert "restarting worker" not in found.output
@@ -69,7 +69,7 @@ def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
     assert "`max_restarts=0` within 600 s (`restart_window`) is reached" in found.output
 
 
-def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_another(tmp_path):
+def test_after_a_host_loss_the_worker_is_restarted_on_another_host(tmp_path):
     impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
     settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
     strategy = {**HALF, **STRATEGY, "placement_strategy": "SPREAD", "min_workers": 2, "address": "auto"}
@@ -101,7 +101,7 @@ def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
         DDPRayElasticStrategy(**arguments)
 
 
-def test_the_argument_makes_the_class_and_more_workers_than_there_are_cannot_be_the_least():
+def test_the_argument_elastic_gives_the_class_and_min_workers_cannot_exceed_workers():
     strategy = DDPRayStrategy(2, elastic=True, min_workers=3, max_restarts=0)
     assert type(strategy) is DDPRayElasticStrategy
     with pytest.raises(ValueError, match=r"`min_workers=3`: there are at most 2 workers"):

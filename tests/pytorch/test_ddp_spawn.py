@@ -254,7 +254,7 @@ class Generators(pl.Callback):
 
 
 @pytest.mark.processes
-def test_the_scaler_comes_back_and_goes_on():
+def test_the_scaler_is_returned_and_training_continues_with_it():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer = spawn_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], max_epochs=1)
     model = seeded()

@@ -59,7 +59,7 @@ class FailsToGet(HasEverything):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsToGet])
-def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_where(make_model, tmp_path):
+def test_results_that_cannot_be_transferred_are_saved_and_the_error_names_the_file(make_model, tmp_path):
     model, expected = seeded(make_model), seeded(HasEverything)
     spawn_trainer(max_epochs=1).fit(expected, loader())
     trainer = spawn_trainer(max_epochs=1, default_root_dir=tmp_path)

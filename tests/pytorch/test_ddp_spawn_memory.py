@@ -76,7 +76,7 @@ def test_bringing_back_a_large_model_takes_little_more_memory_than_the_model():
     assert peak - before < 1.2 * model.table.nbytes
 
 
-def test_without_shared_memory_results_come_through_a_file_and_it_is_said_once(monkeypatch, caplog, tmp_path):
+def test_without_shared_memory_results_use_a_file_and_this_is_logged_once(monkeypatch, caplog, tmp_path):
     import tempfile
 
     from lightning_strategies_ext.launch.transport import memory_files

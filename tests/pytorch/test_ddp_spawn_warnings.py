@@ -139,7 +139,7 @@ class Counts(pl.Callback):
         self.last["batch"] = batch_idx
 
 
-def test_what_a_callback_collects_in_predict_is_said_to_be_the_share_of_rank_0(caplog):
+def test_results_that_a_callback_collects_in_predict_are_reported_as_rank_0s(caplog):
     trainer, model = spawn_trainer(devices=2, callbacks=[collects := Collects(), Counts()]), MLP()
     trainer.predict(model, loader(num_samples=16), return_predictions=False)
     trainer.predict(model, loader(num_samples=16), return_predictions=False)

@@ -69,7 +69,7 @@ def errors(*args: Any, world_size: int = 2) -> list[str]:
 
 @pytest.mark.parametrize("how", SAID)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_each_rank_is_told_the_first_difference(how: str, world_size: int):
+def test_the_error_of_each_rank_names_the_first_difference(how: str, world_size: int):
     first, last = SAID[how]
     for error in errors("fit", how, None, world_size, world_size=world_size):
         assert "ModelMismatchError: The ranks have different `Different` models: rank 0 has" in error
@@ -106,7 +106,7 @@ def own_start_of_weights() -> bool:
     "init_sync" not in inspect.signature(DistributedDataParallel).parameters,
     reason="this torch's DDP has no `init_sync`",
 )
-def test_who_asks_for_no_comparison_at_the_start_gets_none():
+def test_without_init_sync_models_are_not_compared_at_the_start():
     assert run_ranks(own_start_of_weights) == [True, True]
 
 

@@ -160,7 +160,7 @@ class RebindsABuffer(MLP):
 
 
 @each_way
-def test_a_buffer_that_is_set_anew_is_kept_too(way):
+def test_a_reassigned_buffer_is_kept_too(way):
     _, model = train(way(2), RebindsABuffer, max_epochs=1, limit_val_batches=0)
     expected = torch.zeros(NUM_FEATURES)
     for features, _ in loader(64, batch_size=10):

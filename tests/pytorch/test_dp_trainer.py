@@ -159,7 +159,7 @@ def test_fit_twice_and_no_thread_is_left():
 # --- the name that Lightning 2 has dropped ---
 
 
-def test_the_old_name_works_and_says_who_serves_it(caplog):
+def test_the_old_name_works_and_the_log_names_its_provider(caplog):
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(caplog.handler)  # what it says goes no further where Lightning has handlers of its own
     try:

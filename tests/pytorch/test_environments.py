@@ -259,7 +259,7 @@ print(f"start {start} has come to step {trainer.global_step}\\n", end="")  # in 
 """
 
 
-def test_ranks_that_torchrun_starts_anew_do_not_meet_those_that_are_gone(tmp_path: Path):
+def test_ranks_that_torchrun_restarts_do_not_connect_to_exited_ranks(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(ENDS_THREE_TIMES)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"

@@ -401,7 +401,7 @@ def partial_weights() -> dict[str, torch.Tensor]:
     return weights_after("horovod_ext")
 
 
-def test_the_old_name_works_and_says_who_serves_it():
+def test_the_old_name_works_and_the_log_names_its_provider():
     output, outcomes = try_horovod("horovodrun", old_name)
     assert [outcomes[rank] for rank in sorted(outcomes)] == [True, True]
     assert output.count("is provided by lightning-strategies-ext") == 1

@@ -99,7 +99,7 @@ def buffers_in_each_way(strategy: str) -> dict[str, Any]:
     }
 
 
-def test_ranks_train_with_the_buffers_of_ddps_ranks_if_asked_to_and_evaluate_and_save_those_of_rank_0():
+def test_broadcast_buffers_are_those_of_ddp_and_rank_0s_are_evaluated_and_saved():
     expected = run_ranks(buffers_in_each_way, "ddp_ext")
     ours = run_horovod("horovodrun", buffers_in_each_way, "horovod_ext")
     for way, theirs in expected[0].items():  # on other ranks, DDP leaves the last step's buffers as they are

@@ -33,7 +33,7 @@ ACCEPTED = ["ddp_spawn_ext", "ddp_notebook_ext", "ddp_fork_ext", "dp_ext", "an i
 
 
 @pytest.mark.processes
-def test_a_prompt_is_told_of_the_strategies_that_work_there() -> None:
+def test_errors_at_a_prompt_name_the_strategies_that_work_there() -> None:
     process = subprocess.run(
         [sys.executable, "-i"],
         input=f"STRATEGIES = {REFUSED + ACCEPTED[:-1]}\n{TYPED}",

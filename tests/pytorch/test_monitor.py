@@ -263,7 +263,7 @@ def fail(directory: str) -> Any:
 
 
 @pytest.mark.processes
-def test_nobody_hangs_for_it(tmp_path: Path) -> None:
+def test_a_failing_communication_monitor_causes_no_hang(tmp_path: Path) -> None:
     began = time.monotonic()
     first, second = outcomes_of_ranks(fail, str(tmp_path))
     assert time.monotonic() - began < 60

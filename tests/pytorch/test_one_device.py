@@ -72,7 +72,7 @@ def on_one_after_two() -> dict[str, Any]:
     return found
 
 
-def test_each_rank_counts_its_own_data_on_one_device_and_the_ranks_go_on_together() -> None:
+def test_each_rank_counts_its_own_data_on_one_device_and_ranks_continue_together() -> None:
     first, second = run_ranks(on_one_after_two)
     assert first.pop("rank 0 alone") == first.pop("in a hook") == NUM_SAMPLES
     assert second.pop("in a hook") == -1

@@ -73,7 +73,7 @@ def fit_and_more(config: dict[str, Any]) -> None:
     make_trainer("ddp_ext", devices="auto", callbacks=[Fails()]).fit(MLP(), loader())
 
 
-def test_a_fit_is_that_of_ranks_that_we_start_and_an_error_is_that_of_the_torch_trainer(tmp_path):
+def test_fit_trains_as_in_spawned_workers_and_an_error_reaches_the_torch_trainer(tmp_path):
     from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchConfig, TorchTrainer
 

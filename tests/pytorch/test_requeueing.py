@@ -102,7 +102,7 @@ def train(strategy: str, directory: Path, moment: str) -> tuple[int, dict[str, t
 
 
 @pytest.mark.parametrize("moment", ["train", "validation", "sanity check"])
-def test_a_job_goes_on_where_it_was_and_ends_with_the_weights_of_one_that_was_not_interrupted(tmp_path, moment: str):
+def test_a_requeued_job_continues_and_has_the_weights_of_an_uninterrupted_job(tmp_path, moment: str):
     script, programs = tmp_path / "job.slurm", tmp_path / "programs"
     programs.mkdir()
     script.write_text(JOB)

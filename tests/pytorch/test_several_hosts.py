@@ -328,7 +328,7 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
 
 
 @pytest.mark.timeout(900)
-def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
+def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[Host], tmp_path: Path):
     directory = tmp_path / "run"
     directory.mkdir()
     plan = Plan(1, "torchrun", strategy=elastic_runs.STRATEGY, pause_s=0.2)  # while a rank is alone

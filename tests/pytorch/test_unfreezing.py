@@ -259,7 +259,7 @@ def train_with_unfreezing_in_the_step() -> tuple[State, str]:
     return state_of(model), str(caught.value)
 
 
-def test_what_is_unfrozen_within_a_step_is_exchanged_if_it_was_before_and_else_an_error():
+def test_parameters_unfrozen_in_a_step_are_an_error_unless_exchanged_before():
     (first, message), (second, other_message) = run_ranks(train_with_unfreezing_in_the_step)
     assert_same_bits(first, second)
     assert message == other_message
@@ -286,7 +286,7 @@ def train_differently() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_unfreeze_different_parameters_are_told():
+def test_ranks_that_unfreeze_different_parameters_get_an_error():
     for message in run_ranks(train_differently):
         assert "rank 0 has the parameter `net.0.0.weight`" in message
         assert "rank 1 has the parameter `net.0.0.weight` (float32, shape (16, 8), without gradient)" in message
@@ -336,7 +336,7 @@ def in_ddp(**arguments: Any) -> nn.parallel.DistributedDataParallel:
 
 
 @pytest.mark.forked
-def test_ddp_stays_what_it_is_when_it_is_made_anew():
+def test_a_rebuild_of_ddp_keeps_its_state_and_hooks():
     model, inputs = in_ddp(), []
     model.register_forward_pre_hook(lambda model, args: inputs.append(args))
     with model.no_sync():
@@ -364,7 +364,7 @@ def test_the_ddp_of_before_exchanges_nothing_any_more():
 @pytest.mark.parametrize(
     ("arguments", "expected"), [({}, [1, 2]), ({"find_unused_parameters": True}, [])], ids=["plain", "with unused ones"]
 )
-def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
+def test_a_rebuild_of_ddp_happens_only_where_required(arguments, expected):
     model, numbers = in_ddp(**arguments), []
     context = FeatureContext(GradientSyncOptions(), {}, torch.device("cpu"), LocalCollectives(0, 1))
     context.rebuild = lambda model: numbers.append(sum(each.requires_grad for each in model.parameters()))

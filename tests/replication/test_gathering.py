@@ -298,7 +298,7 @@ def test_a_list_of_as_many_values_as_samples_is_gathered_value_by_value():
     assert mean.item() == 2
 
 
-def test_a_list_of_as_many_tensors_as_samples_that_have_other_lengths_is_concatenated():
+def test_a_list_of_one_tensor_of_any_length_per_sample_is_concatenated():
     values = [[torch.ones(2, 4), torch.ones(5, 4)], [torch.ones(2, 4), torch.ones(2, 4)]]
 
     assert [len(value) for value in gather(values, [2, 2], CPU, "output")] == [2, 5, 2, 2]

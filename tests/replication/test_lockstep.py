@@ -23,7 +23,7 @@ def run(lockstep, function):
     return lockstep.run([lambda each=each: function(each) for each in lockstep.participants])
 
 
-def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
+def test_an_action_of_all_replicas_runs_once_on_the_callers_thread(lockstep):
     callers = []
 
     def act(payloads):
@@ -39,7 +39,7 @@ def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
     assert callers == [here] * 2
 
 
-def test_who_takes_turns_and_meets_nobody_needs_no_thread():
+def test_sequential_replicas_without_a_common_action_need_no_thread():
     lockstep = Lockstep(3, is_sequential=True)
     threads = threading.active_count()
     assert run(lockstep, lambda each: (each.index, threading.active_count())) == [(i, threads) for i in range(3)]
@@ -113,14 +113,14 @@ def test_an_interrupt_unwinds_all(lockstep):
     assert run(lockstep, lambda participant: participant.index) == [0, 1, 2]
 
 
-def test_who_meets_after_the_first_has_returned_is_named(lockstep):
+def test_a_replica_that_waits_after_the_first_has_returned_is_named(lockstep):
     with pytest.raises(RuntimeError, match=r"replica 0 has returned, .*replica 1 waits in late"):
         run(lockstep, lambda participant: participant.index and participant.run_once("late", sum, 1))
     assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_inside_an_inner_meeting_leaves_no_one_waiting(lockstep, failing):
+def test_a_failure_inside_a_nested_action_leaves_no_replica_waiting(lockstep, failing):
     def function(participant):
         def inner():
             if participant.index == failing:
@@ -136,7 +136,7 @@ def test_a_failure_inside_an_inner_meeting_leaves_no_one_waiting(lockstep, faili
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
-def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, early):
+def test_replicas_that_return_early_or_run_another_action_are_named(lockstep, early):
     def leaves(participant):
         if participant.index != early:
             participant.run_once("the meeting", lambda payloads: None)
@@ -150,7 +150,7 @@ def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, ea
         run(lockstep, differs)
 
 
-def test_who_is_not_at_the_meeting_cannot_ask_for_one(lockstep):
+def test_an_action_outside_of_a_replicas_step_is_refused(lockstep):
     with pytest.raises(RuntimeError, match=r"the sum was requested by a replica outside of its step"):
         lockstep.participants[0].run_once("the sum", sum, 1)
 

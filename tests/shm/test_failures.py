@@ -64,7 +64,7 @@ def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float
 @pytest.mark.processes
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, MANY), (3, 1), (3, MANY)])
-def test_who_waits_for_a_killed_rank_is_told_at_once_which(world_size: int, numel: int, is_asynchronous: bool):
+def test_a_wait_for_a_killed_rank_raises_at_once_and_names_the_rank(world_size: int, numel: int, is_asynchronous: bool):
     outcomes = outcomes_of_ranks(die_while_others_wait, numel, is_asynchronous, world_size=world_size)
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
@@ -146,7 +146,7 @@ def leave_while_another_waits(reason: str) -> tuple[str, float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned"])
-def test_who_waits_for_a_rank_that_leaves_is_told(reason: str):
+def test_a_wait_for_a_rank_that_leaves_the_group_raises(reason: str):
     error, seconds = run_ranks(leave_while_another_waits, reason)[0]
     assert re.search(r"rank 1 \(pid \d+\) has (left|ended)", error)
     assert seconds < 5
@@ -168,7 +168,7 @@ def leave_while_another_is_late(reason: str) -> tuple[str, float]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned", "killed"])
-def test_who_waits_is_told_at_once_of_the_one_that_has_left_though_another_is_late(reason: str):
+def test_a_wait_for_an_exited_rank_raises_at_once_though_another_rank_is_late(reason: str):
     first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3)[0]
     assert first.value is not None, first
     error, seconds = first.value
@@ -216,7 +216,7 @@ def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("reason", ["asleep", "stopped"])
-def test_who_waits_too_long_is_told_for_whom_and_the_group_is_of_no_use_after(reason: str, world_size: int):
+def test_a_timeout_names_the_late_rank_and_the_group_is_unusable_afterwards(reason: str, world_size: int):
     outcomes = outcomes_of_ranks(sleep_too_long, reason, world_size=world_size)
     for outcome in outcomes:
         if outcome.rank == 1:
@@ -245,7 +245,7 @@ def wait_for_one_when_another_has_left() -> tuple[str, float]:
 
 
 @pytest.mark.processes
-def test_a_timeout_is_met_though_another_rank_has_sent_its_part_and_left():
+def test_a_timeout_holds_though_another_rank_has_sent_its_part_and_exited():
     outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3)[0]
     assert outcome.value is not None, outcome
     error, seconds = outcome.value

@@ -145,7 +145,7 @@ def differ(what: str) -> None:
         ("size", ["100000 x float32 (SUM)", "200000 x float32 (SUM)"]),
     ],
 )
-def test_ranks_that_reduce_different_things_are_told_what(what: str, said: list[str]):
+def test_the_error_of_ranks_that_reduce_different_tensors_names_the_difference(what: str, said: list[str]):
     start = time.monotonic()
     for outcome in outcomes_of_ranks(differ, what):
         assert outcome.error is not None, outcome
@@ -210,7 +210,7 @@ def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatc
     assert list(kept.iterdir()) == [made]
 
 
-def test_what_is_no_library_is_made_anew(kept: Path):
+def test_a_file_that_is_no_native_library_is_compiled_again(kept: Path):
     library()
     (made,) = kept.iterdir()
     made.unlink()  # this process has it mapped

@@ -228,7 +228,7 @@ def call_first(address: str, number: int, as_others: bool, strangers: ExitStack)
 @pytest.mark.parametrize(
     ("num_strangers", "as_others"), [(3, False), pytest.param(300, True, marks=needs_root), (300, False)]
 )
-def test_strangers_that_call_and_say_nothing_delay_nobody(num_strangers: int, as_others: bool):
+def test_silent_connections_of_other_processes_do_not_delay_ranks(num_strangers: int, as_others: bool):
     outcomes = outcomes_of_ranks(connect_beside_strangers, num_strangers, as_others)
     for outcome in outcomes:
         assert outcome.value is not None, outcome
@@ -263,7 +263,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: typ
 
 
 @pytest.mark.parametrize("hello", [b"", b"short", b"\1\0\0\0" + b"x" * 16, b"\7\0\0\0" + b"x" * 16])
-def test_who_does_not_know_the_token_is_no_rank(tmp_path: Path, hello: bytes):
+def test_a_process_without_the_token_is_not_accepted_as_a_rank(tmp_path: Path, hello: bytes):
     meeting = rendezvous_of_one(tmp_path)
     peer = LocalPeer(1, 1, 4711)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:

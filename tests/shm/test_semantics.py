@@ -216,7 +216,7 @@ def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_ddp_with_a_hook_that_starts_collectives_when_others_end_trains_the_same_weights():
+def test_ddp_with_a_hook_that_chains_collectives_trains_the_same_weights():
     """PowerSGD's hook starts and awaits collectives in a callback of a collective's future."""
     run_ranks(train_both_ways, "powerSGD")
 
@@ -274,7 +274,7 @@ def call_different_collectives(name: str, late_rank: int) -> None:
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 @pytest.mark.parametrize("name", ["kind", "size", "kind, in many pieces", "barrier"])
-def test_ranks_that_call_different_collectives_are_told(name: str, late_rank: int):
+def test_ranks_that_call_different_collectives_get_an_error(name: str, late_rank: int):
     start = time.monotonic()
     outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
     assert time.monotonic() - start < 150  # and not after the timeout

@@ -214,7 +214,7 @@ def disagree(on: str) -> None:
         ("reduction to a scatter", ["(MIN)", "(AVG)"]),
     ],
 )
-def test_ranks_that_disagree_are_told(on: str, said: list[str]):
+def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, said: list[str]):
     for outcome in outcomes_of_ranks(disagree, on):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error

@@ -169,7 +169,7 @@ def fork_while_a_thread_waits() -> tuple[int, float]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tensor[0].item()
 
 
-def test_a_child_that_was_forked_while_a_thread_was_at_work_is_told_that_it_has_no_group():
+def test_a_child_forked_during_an_operation_gets_an_error_that_it_was_forked():
     assert run_ranks(fork_while_a_thread_waits) == [(7, 2.0), (0, 2.0)]
 
 
@@ -190,7 +190,7 @@ def wait_too_short() -> tuple[str, float, float]:
     return error, seconds, tensor[0].item()
 
 
-def test_a_wait_that_was_too_short_says_so_and_harms_nobody():
+def test_a_wait_with_too_short_a_timeout_raises_and_the_operation_continues():
     (error, seconds, total), (_, _, other) = run_ranks(wait_too_short)
     assert (total, other) == (6.0, 6.0)
     assert "rank 1 (pid" in error

@@ -276,7 +276,7 @@ class OnGPU(Tensor):
         self.uses.append((self.tolist(), stream))
 
 
-def test_a_residual_that_is_freed_in_the_exchanges_stream_is_kept_until_that_has_used_it(monkeypatch) -> None:
+def test_memory_of_a_residual_is_not_reused_before_the_exchange_stream_has_used_it(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream of the exchange")
     monkeypatch.setattr(OnGPU, "uses", [])
     residuals, parameters = Residuals(), [torch.zeros(2).as_subclass(OnGPU) for _ in range(2)]
@@ -306,7 +306,7 @@ def groups_on_a_gpu(backend: str) -> list[bool]:
 
 
 @pytest.mark.processes
-def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm_since_those_of_nccl_must_not_overlap() -> None:
+def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm() -> None:
     assert run_ranks(groups_on_a_gpu, "cpu:gloo") == [[True, True, False, True]] * 2
     assert run_ranks(groups_on_a_gpu, "gloo") == [[False, True, False, True]] * 2
 
@@ -354,6 +354,6 @@ def exchange_beside_others(size: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.processes
-def test_an_exchange_in_groups_of_its_own_takes_turns_with_collectives_of_the_default_group() -> None:
+def test_an_exchange_in_its_own_groups_does_not_overlap_default_group_collectives() -> None:
     apart = {"none": ["exchange"], "unused parameters": ["exchange", "wait"], "sparse": ["exchange", "wait"]}
     assert run_ranks(exchange_beside_others, 4, world_size=4) == [apart] * 4

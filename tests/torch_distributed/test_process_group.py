@@ -32,7 +32,7 @@ def num_threads() -> int:
 
 
 @pytest.mark.forked
-def test_gloo_outlives_its_group_so_that_nobody_who_lets_go_of_that_waits_for_its_threads():
+def test_gloo_outlives_its_group_so_that_releasing_the_group_waits_for_no_thread():
     join()  # torch keeps the group of the first model of a process (seen in 2.13)
     process_group.stop()
     process_group._stop_at_exit()
@@ -103,7 +103,7 @@ def meet_twice() -> tuple[list[float], list[bool]]:
     return sums, listened
 
 
-def test_rank_0_listens_at_the_port_no_longer_than_until_the_ranks_have_met_and_the_user_can_make_groups_there():
+def test_rank_0_frees_the_port_after_the_rendezvous_and_users_can_make_groups_there():
     assert run_ranks(meet_twice) == [([2.0] * 2, [False, True]), ([2.0] * 2, [False, False])]
 
 

@@ -225,7 +225,7 @@ def fail(engine: str, lengths: tuple[int, ...], kind: str, accumulate: int) -> N
         ("streamed", (2, 3), 1, ["rank 0 after 2"]),
     ],
 )
-def test_by_default_all_ranks_end_with_an_error_that_names_who_ran_out(engine, kind, lengths, accumulate, said):
+def test_by_default_all_ranks_get_an_error_that_names_the_rank_without_batches(engine, kind, lengths, accumulate, said):
     start = time.monotonic()
     texts = texts_of_errors(engine, fail, lengths, kind, accumulate)
     assert time.monotonic() - start < 120  # stock waits for half an hour
@@ -240,7 +240,7 @@ def train_one_short(engine: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"), [("counted", "rank 0: 5, rank 1: 3"), ("streamed", "rank 1 ran out 2 batches")]
 )
-def test_the_log_says_who_ran_short_and_by_how_much(kind, said):
+def test_the_log_names_the_rank_with_fewer_batches_and_the_difference(kind, said):
     output = "".join(outcome.output for outcome in outcomes_of_ranks(train_one_short, "shm", kind))
     assert output.count(said) == 1, output
 
