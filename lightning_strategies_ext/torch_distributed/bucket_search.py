@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self, override
 
-from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
+from lightning_strategies_ext.torch_distributed.direct_exchange import gradient_bytes
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 from lightning_strategies_ext.torch_distributed.wrapping import AUTO, NOT_REWRAPPABLE
 
@@ -166,11 +166,6 @@ def caps_for(num_bytes: int) -> Sequence[float | None]:
 def format_cap(cap: float | None) -> str:
     """Returns the text for a size in messages."""
     return "DDP's default sizes (25 MiB, first bucket 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
-
-
-def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Returns the bytes of all gradients that a model in DDP exchanges in a step."""
-    return sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
 def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:

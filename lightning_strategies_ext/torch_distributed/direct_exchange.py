@@ -330,6 +330,11 @@ def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     return {name: each for name, each in exchanged_parameters(model).items() if each.requires_grad}
 
 
+def gradient_bytes(model: DistributedDataParallel) -> int:
+    """Returns the bytes of all gradients that a model in DDP exchanges in a step."""
+    return sum(parameter.nbytes for parameter in trained_parameters(model).values())
+
+
 def _listed(names: Sequence[str], most: int = 8) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more

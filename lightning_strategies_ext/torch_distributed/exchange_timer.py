@@ -20,8 +20,7 @@ import threading
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm import blocking_times
-from lightning_strategies_ext.torch_distributed.bucket_search import gradient_bytes
-from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange
+from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange, gradient_bytes
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 _NEVER = 1 << 30

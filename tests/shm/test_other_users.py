@@ -167,7 +167,7 @@ from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.requirements import find_toolchain
 toolchain, _ = find_toolchain(False, False)
-key = command.BuildKey.here(command.torch_version() or "", toolchain.mpi, toolchain.cuda)
+key = command.BuildKey.for_this_environment(command.torch_version() or "", toolchain.mpi, toolchain.cuda)
 entry = WheelCache(Path({str(tmp_path)!r}, "wheels")).entry(key)
 entry.mkdir(parents=True)
 (entry / "horovod.whl").write_text("")
