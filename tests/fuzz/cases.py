@@ -145,6 +145,8 @@ def possible(case: Case) -> Case:
         changes |= {"kill": 0}
     if "branch" in has or case.optimization == "two":
         changes["static_graph"] = False  # passes use different parameters
+    if torch_ranks and case.optimization == "two" and "sparse_embedding" in has:
+        changes["blocks"] = tuple(b for b in case.blocks if b != "sparse_embedding")  # refused: unused by one loss
     if case.strategy == "horovod_ext" and case.optimization != "automatic" and has & {"batch_norm", "buffer"}:
         changes["optimization"] = "automatic"  # DDP then broadcasts buffers in the first step only
     case = dataclasses.replace(case, **changes)
