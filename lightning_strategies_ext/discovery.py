@@ -50,7 +50,7 @@ with suppress(OSError):  # it may have been deleted
     INITIAL_DIRECTORY = os.getcwd()
 
 _installed = False
-_has_checked_version = False
+_has_warned_of_version = False
 
 
 def install() -> None:
@@ -177,10 +177,10 @@ def _check_version(package: str) -> None:
 
     The package's metadata cannot require a version, because Lightning has two names.
     """
-    global _has_checked_version
+    global _has_warned_of_version
     version = str(getattr(sys.modules[package], "__version__", ""))
-    if version and not version.startswith(("2.5.", "2.6.")) and not _has_checked_version:
-        _has_checked_version = True
+    if version and not version.startswith(("2.5.", "2.6.")) and not _has_warned_of_version:
+        _has_warned_of_version = True
         _print_notice(
             f"this version supports Lightning 2.5 and 2.6, but {package} {version} is installed. Install a"
             " supported version."

@@ -161,11 +161,15 @@ STRATEGIES: tuple[StrategyEntry, ...] = (
 _FRONT_ENDS = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
 
 
-def register_class(strategy_class: type, strategy_registry: Any) -> None:
-    """Registers a class under its names, for code that fills another registry."""
+def _register(cls: type, strategy_registry: Any) -> None:
+    """Registers this class under its names, for code that fills another registry."""
     for row in STRATEGIES:
-        if _path_for_lightning(strategy_class) in row.classes.values() and row.name not in strategy_registry:
-            strategy_registry.register(row.name, strategy_class, description=row.description, **row.init_params)
+        if _path_for_lightning(cls) in row.classes.values() and row.name not in strategy_registry:
+            strategy_registry.register(row.name, cls, description=row.description, **row.init_params)
+
+
+#: Class method of strategies that registers a class under its names.
+register_strategies: Any = classmethod(_register)
 
 
 def describe(strategy: object) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,12 @@ from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
-from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Float16, resolve_compression
+from lightning_strategies_ext.torch_distributed.compression.config import (
+    BFloat16,
+    Float16,
+    is_stateless,
+    resolve_compression,
+)
 from lightning_strategies_ext.torch_distributed.ddp_advice import explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
@@ -111,15 +115,13 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
                 " PeriodicModelAverager, or use the Trainer."
             )
         check_ddp_kwargs(kwargs)
-        asked_for = resolve_compression(compression)
-        if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
+        resolved = resolve_compression(compression)
+        if not is_stateless(resolved):
             raise ValueError(
                 f"`compression={compression!r}` has state that belongs in checkpoints, and needs the optimizers. Use"
                 " 'bf16' or 'fp16' under Fabric, or the Trainer, whose strategy supports all compressions."
             )
-        self._gradient_sync = GradientSyncOptions(
-            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for
-        )
+        self._gradient_sync = GradientSyncOptions(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=resolved)
         self._gradient_sync.check_compatible(kwargs)
         super().__init__(
             accelerator=accelerator,

@@ -29,7 +29,7 @@ from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
-from lightning_strategies_ext.registry import describe, register_class
+from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import StageContext
 
 T = TypeVar("T")
@@ -69,15 +69,8 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         check_no_old_names(cls, kwargs)
         return super().__new__(cls)
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills another registry."""
-        register_class(cls, strategy_registry)
-
-    @override
-    def __repr__(self) -> str:
-        return describe(self)
+    register_strategies = register_strategies
+    __repr__ = describe
 
     # --- collectives ---
 

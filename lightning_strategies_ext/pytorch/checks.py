@@ -9,8 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import is_stateless
-from lightning_strategies_ext.torch_distributed.compression.config import Compression
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, is_stateless
 
 _OURS = __name__.partition(".")[0]
 _HOOKS_THAT_MAY_UNFREEZE = ("configure_model", "setup", "configure_callbacks")

@@ -73,7 +73,6 @@ from lightning_strategies_ext.torch_distributed.compression.config import (
 )
 from lightning_strategies_ext.torch_distributed.ddp_advice import advise_static_graph, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
@@ -626,8 +625,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):
             advise_static_graph(self.model, type(self).__name__)
-            if isinstance(self.model, DistributedModel):
-                self.model.exchange_by_reducer()
             self.model = module
         trainer = None if module is None else user_modules.trainer_of(module)
         layer_sync = strategy_parts.layer_sync(self)

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
-from lightning_strategies_ext.registry import describe, register_class
+from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -96,15 +96,8 @@ class DataParallelStrategy(LightningParallelStrategy):
 
     checkpoint_io = atomic_checkpoint_io
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills another registry."""
-        register_class(cls, strategy_registry)
-
-    @override
-    def __repr__(self) -> str:
-        return describe(self)
+    register_strategies = register_strategies
+    __repr__ = describe
 
     @property
     @override

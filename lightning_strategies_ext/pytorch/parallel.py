@@ -50,7 +50,7 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.registry import describe, register_class
+from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsController
@@ -143,15 +143,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     checkpoint_io = atomic_checkpoint_io
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills another registry."""
-        register_class(cls, strategy_registry)
-
-    @override
-    def __repr__(self) -> str:
-        return describe(self)
+    register_strategies = register_strategies
+    __repr__ = describe
 
     @property
     @abstractmethod

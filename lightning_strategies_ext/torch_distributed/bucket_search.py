@@ -196,7 +196,7 @@ _REQUEST = f"`bucket_cap_mb={AUTO!r}`"
 
 
 class BucketTuning(Feature):
-    """``bucket_cap_mb="auto"``: creates DDP again between steps, with other bucket sizes.
+    """``bucket_cap_mb="auto"``: rebuilds DDP between steps, with other bucket sizes.
 
     Args:
         context: The parts of the strategy that the feature uses.
@@ -206,7 +206,7 @@ class BucketTuning(Feature):
         self._context = context
         self._model: DistributedDataParallel | None = None
         self._search: BucketSearch | None = None
-        self._is_rebuilding = self._has_restarted = False
+        self._is_rebuilding = False
 
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
@@ -227,8 +227,7 @@ class BucketTuning(Feature):
         search = self._search
         if search is None:
             return
-        if self._has_restarted:
-            self._has_restarted = False
+        if self._context.ddp_kwargs.get("bucket_cap_mb") != search.cap:  # the search has started again
             self._use(search.cap)
         if not search.end_step():
             return
@@ -252,12 +251,11 @@ class BucketTuning(Feature):
             self._search.end_pass(self._model.require_backward_grad_sync)
 
     @override
-    def rewrap(self, model: DistributedDataParallel) -> None:
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         """Starts again if other parameters are trained: their gradients take another time."""
         if self._search is not None and not self._is_rebuilding:
             self._model = self._search = None
             self.wrap(model)
-            self._has_restarted = True
 
     @override
     def close(self) -> None:
@@ -268,7 +266,7 @@ class BucketTuning(Feature):
         self._model = self._search = None
 
     def _use(self, cap: float | None) -> None:
-        """Creates DDP again with a bucket size in MiB, or with DDP's own if None. Collective: all ranks call it."""
+        """Rebuilds DDP with a bucket size in MiB, or with DDP's own if None. Collective: all ranks call it."""
         assert self._model is not None
         self._context.ddp_kwargs.pop("bucket_cap_mb", None)
         if cap is not None:

@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 
 from lightning_strategies_ext.torch_distributed.compression.local_sgd import check_is_not_sharded
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
-from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution
+from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, register_hook
 
 
 class CommunicationHook(Feature):
@@ -45,14 +45,10 @@ class CommunicationHook(Feature):
 
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
-        hook = self._hook
-        if self._contribution is not None:
-            hook = self._contribution.hook(hook, model.process_group)
-        if hook is not None:
-            model.register_comm_hook(state=self._state, hook=hook)
+        register_hook(model, self._hook, self._state, self._contribution)
 
     @override
-    def rewrap(self, model: DistributedDataParallel) -> None:
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         self.wrap(model)
 
 

@@ -198,12 +198,20 @@ class DirectExchangeFeature(Feature):
 
     def __init__(self, context: FeatureContext) -> None:
         self._context = context
+        self._model: DistributedModel | None = None
 
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
         if isinstance(model, DistributedModel):
+            self._model = model
             model.exchange_directly(self._context.ddp_kwargs, tries_buckets=self._context.tunes_buckets)
 
     @override
-    def rewrap(self, model: DistributedDataParallel) -> None:
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         self.wrap(model)
+
+    @override
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.exchange_by_reducer()
+        self._model = None

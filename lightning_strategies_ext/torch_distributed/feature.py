@@ -55,7 +55,7 @@ class Feature:
     """Optional part of the gradient exchange of a model in DDP; a no-op except for the methods that it overrides.
 
     The methods are in the order in which a strategy of the Trainer calls them. Fabric calls only :meth:`wrap` and
-    :meth:`rewrap`, because it has no hooks for the others.
+    :meth:`after_rebuild`, because it has no hooks for the others.
 
     Attributes:
         state_key: Key of the feature's state in checkpoints; None without a state.
@@ -93,7 +93,7 @@ class Feature:
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Runs after each step of an optimizer."""
 
-    def rewrap(self, model: DistributedDataParallel) -> None:
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         """Continues after DDP was rebuilt. Collective: all ranks call it."""
 
     def synchronize(self) -> None:

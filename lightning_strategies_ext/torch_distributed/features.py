@@ -66,23 +66,23 @@ class Features:
         ]
 
     @classmethod
-    def start(cls, context: FeatureContext, model: DistributedDataParallel, *others: Feature | None) -> "Features":
+    def start(cls, context: FeatureContext, model: DistributedDataParallel, *first: Feature) -> "Features":
         """Creates and starts the features of a model. Collective: all ranks call it.
 
         Args:
             context: The parts of the strategy that the features use.
             model: Model in DDP.
-            *others: Further features, which are called first; None for features that are not in use.
+            *first: Features of the strategy itself, which are called before those of the table.
         """
-        created = [*others, *(create(context) for create in FEATURES)]
-        features = cls([each for each in created if each is not None], context)
+        created = (create(context) for create in FEATURES)
+        features = cls([*first, *(each for each in created if each is not None)], context)
         context.rebuild = features.rebuild
         for each in features._features:
             each.wrap(model)
         return features
 
     def rebuild(self, model: DistributedDataParallel) -> None:
-        """Creates DDP again for a model, with which all features continue. Collective: all ranks call it.
+        """Creates DDP again around the module of a model, for all features. Collective: all ranks call it.
 
         Communication hooks that a user has registered with the model are registered again.
         """
@@ -90,7 +90,7 @@ class Features:
         assert context is not None
         rewrap_in_ddp(model, context.device, **context.ddp_kwargs)
         for each in self._features:
-            each.rewrap(model)
+            each.after_rebuild(model)
         if not model._comm_hooks:
             for hook, state in hooks:
                 model.register_comm_hook(state, hook)

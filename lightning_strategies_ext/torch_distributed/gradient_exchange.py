@@ -154,6 +154,23 @@ def weak_model_for_hook(model: DistributedDataParallel) -> DistributedDataParall
     return cast(DistributedDataParallel, weakref.proxy(model))
 
 
+def register_hook(
+    model: DistributedDataParallel, hook: Hook | None, state: object, contribution: Contribution | None
+) -> None:
+    """Registers a communication hook with a model, if there is a hook or a contribution that may be nothing.
+
+    Args:
+        model: Model in DDP that has no hook.
+        hook: Hook that averages a bucket of gradients; DDP's all-reduce if None.
+        state: First argument of the hook.
+        contribution: Contribution of this rank; None if all ranks always contribute.
+    """
+    if contribution is not None:
+        hook = contribution.hook(hook, model.process_group)
+    if hook is not None:
+        model.register_comm_hook(state=state, hook=hook)
+
+
 def all_reduce_async(tensor: Tensor, group: Any) -> Future[Tensor]:
     """Starts to sum a tensor in place over the ranks of a group; returns its future."""
     future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()

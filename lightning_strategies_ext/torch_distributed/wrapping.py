@@ -1,10 +1,4 @@
-"""Wraps a module in DDP, and wraps it again with other bucket sizes or other trainable parameters.
-
-torch's DDP exchanges the gradients of the parameters that require a gradient when it is created. A parameter that is
-unfrozen later, as in gradual unfreezing, is trained by each rank alone, silently, and the models of the ranks diverge.
-For a parameter that is frozen later, DDP waits for a gradient that is never computed. :class:`.Unfreezing`
-detects both before the next forward pass.
-"""
+"""Wraps a module in DDP, and wraps it again with other bucket sizes or other trainable parameters."""
 
 import inspect
 from collections.abc import Generator

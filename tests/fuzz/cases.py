@@ -160,9 +160,8 @@ def possible(case: Case) -> Case:
         changes |= {"world_size": 2, "sync_batchnorm": False}
         if "sparse_embedding" in has:
             changes["optimizer"] = "sgd"  # Adam and some others refuse sparse gradients
-            changes["clip"] = (
-                None if case.clip and case.clip[0] == "value" else case.clip
-            )  # torch clips dense ones only
+            if case.clip and case.clip[0] == "value":
+                changes["clip"] = None  # torch clips dense gradients only
         if kept == "kill":
             changes |= {"later": (), "max_steps": -1, "callback": "", "val_check_interval": 1.0}
     elif spawned and (case.reference == "one" or case.unfreeze or case.static_graph):

@@ -31,7 +31,7 @@ _INTRODUCTION = """# Messages
 
 Every text that users can see, by package and module: `module:exception`, `module:level` of a log line, or
 `module:function` of a text that a function returns. `python -m tests.guards.messages` generates this page.
-A message says what failed, why, and how to fix it, quotes arguments in backticks, and uses the terms of the
+A message states what failed, why, and how to fix it, quotes arguments in backticks, and uses the terms of the
 [glossary](glossary.md).
 """
 

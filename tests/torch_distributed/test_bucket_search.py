@@ -96,7 +96,7 @@ def test_a_search_starts_again_when_other_parameters_are_trained() -> None:
 
     def rebuild(model: DistributedDataParallel) -> None:
         used.append(context.ddp_kwargs.get("bucket_cap_mb"))
-        tuning.rewrap(model)
+        tuning.after_rebuild(model)
 
     def step() -> None:
         tuning.before_backward(torch.zeros(()))

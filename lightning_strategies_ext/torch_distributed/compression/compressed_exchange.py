@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_strategies_ext.torch_distributed.compression.compressed_gradients import CompressedGradients
-from lightning_strategies_ext.torch_distributed.compression.config import BFloat16, Compression, Float16, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.config import Compression, LocalSGD
 from lightning_strategies_ext.torch_distributed.compression.local_sgd import LocalSGDExchange
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_exchange import register_hook
 
 
 class CompressedExchange(Protocol):
@@ -38,7 +39,7 @@ class CompressedExchange(Protocol):
         """Updates the exchange after a step of an optimizer."""
 
     def on_ddp_rebuilt(self) -> None:
-        """Continues with other trainable parameters, after DDP was initialized again; the models are equal then."""
+        """Continues with other trainable parameters, after DDP was rebuilt; the models are equal then."""
 
     def average_models(self, averages: Iterable[Module]) -> None:
         """Averages the models of all ranks, and their averages, if they differ. Collective: all ranks call it.
@@ -121,7 +122,7 @@ class CompressionFeature(Feature):
             self._exchange.after_step(optimizer)
 
     @override
-    def rewrap(self, model: DistributedDataParallel) -> None:
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         self._register_hook(model)
         if self._exchange is not None:
             self._exchange.on_ddp_rebuilt()
@@ -143,13 +144,5 @@ class CompressionFeature(Feature):
         self._exchange = None
 
     def _register_hook(self, model: DistributedDataParallel) -> None:
-        contribution, hook = self._context.contribution, None if self._exchange is None else self._exchange.hook
-        if contribution is not None:
-            hook = contribution.hook(hook, model.process_group)
-        if hook is not None:
-            model.register_comm_hook(state=self._context.options.comm_state, hook=hook)
-
-
-def is_stateless(compression: Compression | None) -> bool:
-    """Returns whether the exchanges of a compression, or without one, are independent of earlier steps."""
-    return compression is None or isinstance(compression, (BFloat16, Float16))
+        hook = None if self._exchange is None else self._exchange.hook
+        register_hook(model, hook, None, self._context.contribution)

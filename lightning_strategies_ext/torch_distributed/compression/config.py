@@ -171,6 +171,11 @@ def resolve_compression(value: "CompressionName | Compression | None") -> Compre
     return value
 
 
+def is_stateless(compression: Compression | None) -> bool:
+    """Returns whether the exchanges of a compression, or without one, are independent of earlier steps."""
+    return compression is None or isinstance(compression, (BFloat16, Float16))
+
+
 def _check_is_number(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")
