@@ -362,13 +362,13 @@ def join_by_a_name_of_another_job(name: str) -> str:
 def test_ranks_do_not_write_to_the_store_of_another_job_whose_name_they_are_given(store: HostStore):
     first, second = run_ranks(join_by_a_name_of_another_job, store.name)
     assert "rank 1 to join" in first
-    assert "ranks/meeting" in second
+    assert "ranks/job" in second
     assert store.list_keys() == []
-    store.set("ranks/meeting", "port 1, run -")
+    store.set("ranks/job", "port 1, run -")
     first, second = run_ranks(join_by_a_name_of_another_job, store.name)
     assert "rank 1 to join" in first
     assert "another job's store (port 1, run -; this is port " in second
-    assert store.list_keys() == ["ranks/meeting"]
+    assert store.list_keys() == ["ranks/job"]
 
 
 JOB = """
