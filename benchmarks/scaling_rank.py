@@ -33,8 +33,8 @@ from benchmarks.contenders import (
 )
 from benchmarks.report import rotated
 from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
 COMPUTE, PLAIN, BF16, POWERSGD, LOCALSGD = "compute", "plain", "bf16", "powersgd", "localsgd"
 #: The computation of ranks that do not meet.

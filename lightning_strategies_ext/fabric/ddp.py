@@ -30,7 +30,7 @@ from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress, TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Float16,
@@ -42,7 +42,6 @@ from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
     check_ddp_kwargs,

@@ -64,6 +64,7 @@ from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimizat
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Compression,
@@ -77,7 +78,6 @@ from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed.wrapping import (
     check_ddp_kwargs,

@@ -40,8 +40,8 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.disconnect import abort, can_abort, disconnect
 
 #: Timeout for connections between ranks, in seconds. Ranks are not notified of a rank that exits while they connect.
 CONNECT_S = 10.0
@@ -215,10 +215,10 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             num_hosts,
         )
         self._process_group_backend = backend
-        if assignment.size > 1 and process_group.can_abort():
+        if assignment.size > 1 and can_abort():
             # NCCL either ignores the exit of a peer or aborts the process; gloo and shm detect exits themselves.
             monitor = elastic_monitor()
-            monitor.enter_world(assignment.rank, peers_of(members), process_group.abort, tracks_exits=True)
+            monitor.enter_world(assignment.rank, peers_of(members), abort, tracks_exits=True)
 
     def _leave_group(self, agreed: bool) -> None:
         elastic_monitor().leave_world(agreed=agreed)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed import disconnect
 from tests.faults.cases import Case, try_case
 from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only
 
@@ -77,7 +77,7 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
             time.sleep(0.01)
             now = time.monotonic()
             before, stood_still[0] = now, max(stood_still[0], now - before)
-        process_group.abort()
+        disconnect.abort()
 
     if fabric.global_rank == 0:
         for is_made_beside in waits_in:

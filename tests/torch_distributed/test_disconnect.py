@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_strategies_ext._system.gpu_sync import is_aborted
 from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.disconnect import can_abort, disconnect
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -120,9 +120,9 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     dist.Backend.register_backend("waiting", lambda store, rank, size, timeout: Waiting(rank, size), devices=["cpu"])
     dist.init_process_group("waiting", store=dist.HashStore(), rank=0, world_size=1)
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
-    can_abort = process_group.can_abort()
+    is_abortable = can_abort()
     disconnect([])
-    found = [can_abort, is_aborted(), [aborted.count(group) for group in groups]]
+    found = [is_abortable, is_aborted(), [aborted.count(group) for group in groups]]
     process_group.leave_subgroup(groups[2])  # the other one is left with the default group
     process_group.stop()
     return [*found, dist.is_initialized(), len(aborted)]
