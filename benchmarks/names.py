@@ -31,7 +31,7 @@ PACKAGE = "lightning_strategies_ext"
 #: Environment variable with the directory of the package to be measured; every process checks it.
 PACKAGE_VARIABLE = "BENCHMARKS_PACKAGE"
 #: Environment variables with the directory for native builds: all names that revisions have used.
-CACHE_VARIABLES = ("LIGHTNING_STRATEGIES_EXT_CACHE",)
+CACHE_VARIABLES = ("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "LIGHTNING_STRATEGIES_EXT_CACHE")
 
 #: Key → locations, the newest first.
 NAMES: dict[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from tests.support import environments, ranks, tiers
+from tests.support import ranks, tiers, virtual_environments
 from tests.support.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
@@ -70,9 +70,9 @@ def torchrun_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environments.build_wheel(tmp_path_factory.mktemp("dist"))
+    return virtual_environments.build_wheel(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")
-def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
-    return environments.make_environment(wheel, tmp_path_factory.mktemp("wheel"))[0]
+def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> virtual_environments.Environment:
+    return virtual_environments.make_environment(wheel, tmp_path_factory.mktemp("wheel"))[0]

@@ -18,9 +18,9 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 
 from lightning_strategies_ext import __main__, doctor
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
-from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
 from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import REPOSITORY, run_script
+from tests.support.virtual_environments import PACKAGE, Environment, Report, make_environment, table
 
 #: What torch calls, beside the package.
 AUTOLOAD = f"{PACKAGE}_autoload"
@@ -413,7 +413,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() 
 @pytest.mark.processes
 def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this.
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = run_script("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
     assert json.loads(result.stdout)["environment"]["ranks here"] == "started by horovodrun"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.namespace_hosts import NoHostsError, two_hosts
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelPruning
 
 from tests.support.elastic_runs import Run, run_torchrun, run_workers
-from tests.support.elastic_training import Net, joins_later, kill, once
+from tests.support.elastic_script import Net, joins_later, kill, once
 from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.horovod_commands import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
-from tests.support.elastic_training import (
+from tests.support.elastic_script import (
     NUM_EPOCHS,
     NUM_TRAINED,
     Disturbance,
@@ -25,7 +25,7 @@ from tests.support.elastic_training import (
     stop,
     terminate,
 )
-from tests.support.hosts import NoHostsError, put_ssh, two_hosts, unplug
+from tests.support.namespace_hosts import NoHostsError, put_ssh, two_hosts, unplug
 
 pytestmark = pytest.mark.processes
 

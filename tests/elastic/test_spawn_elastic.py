@@ -19,7 +19,7 @@ from tests.support.elastic_runs import (
     check_is_as_good_as_undisturbed,
     run_workers,
 )
-from tests.support.elastic_training import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
+from tests.support.elastic_script import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
 from tests.support.models import MLP, fit
 from tests.support.ranks import run_script
 

@@ -21,7 +21,7 @@ from lightning_strategies_ext.elastic.fd_store import RUN_ID, TorchrunJob
 from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, layout_of
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
-from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
+from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
 from tests.support.ranks import kill_tree, run_command, start_script
 
 #: The first layers are trained from the second epoch on.

@@ -17,7 +17,7 @@ import torch
 from benchmarks.horovod_commands import BIN
 from benchmarks.rank_launcher import free_port
 from tests.faults.program import HANG_TIMEOUT_S
-from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
+from tests.support.namespace_hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
 #: Kinds of faults, by what the user should read of them as the first cause; None where nothing failed.
@@ -87,7 +87,7 @@ class Case:
         rank: On which it happens.
         strategy: Name of the strategy, or "fabric" for ours under Fabric.
         world_size: Number of ranks.
-        hosts: On how many hosts, see :mod:`tests.support.hosts`.
+        hosts: On how many hosts, see :mod:`tests.support.namespace_hosts`.
         accelerator: Of the Trainer or Fabric. On "gpu" all ranks share the first GPU, and pass for hosts of their own.
     """
 

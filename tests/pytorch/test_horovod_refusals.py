@@ -60,7 +60,7 @@ def test_ranks_of_torchrun_are_refused(make, monkeypatch):
 def test_a_rank_whose_parent_has_gone_says_so(make, monkeypatch):
     parent = subprocess.Popen(["true"])
     parent.wait()
-    for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY": str(parent.pid)}.items():
+    for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID": str(parent.pid)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=f"The process {parent.pid} that started this rank has ended"):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)

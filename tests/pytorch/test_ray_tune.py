@@ -1,7 +1,7 @@
 """``ddp_ext`` in trials of Ray Tune, each of which is a ``TorchTrainer`` of Ray Train.
 
 They take more than two minutes of a core, most of it in the seven processes that Ray starts for each trial, and two for
-its ranks: no part of ``make test``, but of ``make long``.
+its ranks: no part of ``make test``, but of ``make slow``.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import MLP, dataset, loader, make_trainer
 from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
 
-pytestmark = [needs_ray, needs_ray_train, pytest.mark.long, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [needs_ray, needs_ray_train, pytest.mark.slow, pytest.mark.timeout(FOREVER_S)]
 
 NUM_EPOCHS = 3
 #: So little of a CPU that trials which have ended may keep theirs, see docs/ddp_ray.md, "Trials of Ray Tune".

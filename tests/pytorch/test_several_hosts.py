@@ -1,7 +1,7 @@
 """The promises of ``ddp_ext`` over more than one host: it trains as on one, and no host waits for one that failed.
 
-One torchrun agent is on each of two hosts, see :mod:`tests.support.hosts`; where these cannot be had, the tests say why
-and are skipped.
+One torchrun agent runs on each of two hosts, see :mod:`tests.support.namespace_hosts`. The tests are skipped, with the
+reason, on a machine that permits no namespaces.
 """
 
 import os
@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.support import elastic_runs, models
-from tests.support.elastic_training import Plan, write_plan
+from tests.support.elastic_script import Plan, write_plan
 from tests.support.examples import EXAMPLE_ENVIRONMENT
-from tests.support.hosts import Host, NoHostsError, run, two_hosts
+from tests.support.namespace_hosts import Host, NoHostsError, run, two_hosts
 from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
 pytestmark = pytest.mark.processes
@@ -337,7 +337,7 @@ def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[H
         f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=3"
     )
     torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
-    script = "tests.support.elastic_training", directory
+    script = "tests.support.elastic_script", directory
     # torch 2.13's agents cannot take in a host otherwise, see docs/ddp_elastic.md.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     logs = [tmp_path / f"host{index}.log" for index in range(3)]

@@ -16,11 +16,11 @@ from lightning_strategies_ext.shm.creation import ShmOptions
 from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
 from tests.shm.start import start_shm
 from tests.support import ranks
+from tests.support.private_dev_shm import private_shared_memory
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
-from tests.support.shared_memory import private_shared_memory
 
 MANY = 1_000_000
-VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])

@@ -28,7 +28,7 @@ COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
 
 
 def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
-    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(16 * SLOT_NUM_BYTES)
+    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(16 * SLOT_NUM_BYTES)
     rank = start_shm()
     os.environ[DISABLE_VARIABLE] = "0"
     library.cache_clear()

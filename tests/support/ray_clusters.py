@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.hosts import Host, two_hosts
+from tests.support.namespace_hosts import Host, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
 
 needs_ray = pytest.mark.skipif(
