@@ -26,7 +26,7 @@ def alone():
 
 
 @pytest.mark.parametrize("strategy", OF_ALL_RANKS)
-def test_what_comes_back_is_what_one_device_gives(strategy, alone):
+def test_the_results_are_those_of_one_device(strategy, alone):
     seen = run(strategy)
     assert seen.keys() == alone.keys()
     assert seen.pop("predictions that came back") == OF_ALL_RANKS[strategy]

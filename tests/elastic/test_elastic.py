@@ -163,7 +163,7 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
     assert "Killing rank 1 so that the other ranks can continue." in run.output
 
 
-def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
+def test_with_too_few_ranks_fit_raises_and_continues_from_the_checkpoint(tmp_path):
     run = run_elastic(
         once(kill, rank=1, step=70),
         min_ranks=2,

@@ -93,7 +93,7 @@ def test_another_epoch_has_another_order_and_begins_at_its_beginning():
     assert len(sampler) == 16
 
 
-def test_batches_of_another_size_go_on_where_the_others_have_ended():
+def test_batches_of_another_size_continue_after_the_last_sample():
     worlds = Worlds(lambda: make_loader(60, 6))
     worlds.run(2, 2)
     worlds.run(3, None, batch_size=4)

@@ -26,7 +26,7 @@ def test_validate_and_test_return_what_one_process_does(tmp_path):
     assert trainer.callback_metrics["test_loss"].item() == pytest.approx(tested["test_loss"])
 
 
-def test_weights_that_a_stage_loads_from_a_checkpoint_come_back(tmp_path):
+def test_weights_that_a_stage_loads_from_a_checkpoint_are_returned(tmp_path):
     trained = seeded()
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(trained, loader())
@@ -115,10 +115,10 @@ class Stream(IterableDataset):
         )
 
 
-def test_predictions_on_a_stream_come_back_batch_by_batch():
+def test_predictions_on_a_stream_are_returned_batch_by_batch():
     predictions = spawn_trainer().predict(PredictsIndices(), DataLoader(Stream(), batch_size=4))
     assert torch.equal(joined(predictions), first_feature(range(24)))
 
 
-def test_predictions_that_are_not_wanted_do_not_come_back():
+def test_predictions_are_not_returned_without_return_predictions():
     assert spawn_trainer().predict(MLP(), loader(), return_predictions=False) is None

@@ -97,7 +97,7 @@ class Data(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_each_attribute_that_cannot_come_back_is_named_once(strategy, caplog):
+def test_each_attribute_that_cannot_be_returned_is_named_once(strategy, caplog):
     callback, model, data = Averages(), HasLockFromSetup(), Data()
     trainer = spawn_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=[callback])
     trainer.fit(model, datamodule=data)

@@ -49,7 +49,7 @@ def call_with_dtensors() -> tuple[list[str], list[str], float]:
     return said[0], said[1], plain[0].item()
 
 
-def test_dtensors_are_refused_as_by_gloo_and_the_group_goes_on():
+def test_dtensors_are_refused_as_by_gloo_and_the_group_continues():
     for ours, theirs, total in run_ranks(call_with_dtensors):
         assert ours == theirs
         assert all(ours)

@@ -182,7 +182,7 @@ def test_what_a_rank_without_data_uses_in_a_window_counts_for_nothing(ranks, len
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_fit_starts_join_and_everything_comes_back(kind):
+def test_workers_that_fit_starts_join_and_all_results_are_returned(kind):
     with DDPSpawnStrategy(uneven_inputs="join") as strategy:
         result = train(strategy, (5, 3), kind, Model)
     for key, value in reference("join", (5, 3), kind).items():

@@ -205,7 +205,7 @@ def test_what_has_been_exchanged_already_counts_once(ranks, length):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_validation_and_checkpoints_go_on_after_a_rank_has_joined(ranks, kind):
+def test_validation_and_checkpoints_continue_after_a_rank_has_joined(ranks, kind):
     for rank in ranks:
         assert rank["checkpoints", kind]["num_validated"] == [2, 2, 2, 2]
         assert rank["checkpoints", kind]["global_step"] == 6
