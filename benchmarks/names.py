@@ -96,7 +96,7 @@ def __getattr__(key: str) -> Any:
             value = resolve(location)
         except MissingNameError:
             continue
-        globals()[key] = value  # found without this function from now on, also inside a timed loop
+        globals()[key] = value  # later lookups bypass this function, also inside a timed loop
         return value
     raise MissingNameError(f"the package has no {' or '.join(NAMES[key])}")
 
