@@ -120,7 +120,7 @@ def write(root: Path, target: Path) -> None:
             path.unlink()
     for name, text in texts.items():
         path = directory / name
-        if not path.exists() or path.read_text() != text:  # somebody may be importing them
+        if not path.exists() or path.read_text() != text:  # a process may be importing them
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 

@@ -74,21 +74,21 @@ def _attribute(value: object, *attributes: str) -> Any:
 def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
     """Returns the seconds of one heartbeat, with the given number of ranks on the host."""
     keys, where = _Keys(), {names.stage_and_step: "train, epoch 0, step 100"}
-    boards = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
-    boards = [board for board in boards if board is not None]
-    for rank, board in enumerate(boards):
-        board.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
-    activity, silence = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
+    tables = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
+    tables = [table for table in tables if table is not None]
+    for rank, table in enumerate(tables):
+        table.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
+    activity, ages = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
     seconds = []
     for beats in range(rounds):
         begin = time.perf_counter()
         activity.sample(names.HEARTBEAT_INTERVAL_S)
-        boards[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
-        read = [boards[0].read(slot) for slot in range(num_ranks)]
-        signs = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
-        names.update_ages(silence, signs, names.HEARTBEAT_INTERVAL_S)
-        names.first_failure(signs)
-        names.hung_ranks(signs, _attribute(silence, "age_s", "seconds"), 300.0)
+        tables[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
+        read = [tables[0].read(slot) for slot in range(num_ranks)]
+        statuses = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
+        names.update_ages(ages, statuses, names.HEARTBEAT_INTERVAL_S)
+        names.first_failure(statuses)
+        names.hung_ranks(statuses, _attribute(ages, "age_s", "seconds"), 300.0)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
@@ -176,7 +176,7 @@ def main() -> None:
             "ranks_per_host": options.ranks_per_host,
             "seconds": options.seconds,
         }
-        against.compare("watch", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
+        against.compare("failure_monitor", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
         return
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
     rows = [

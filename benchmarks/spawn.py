@@ -329,7 +329,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--sizes must be multiples of {TENSOR_MB}")
     if arguments.ray and arguments.against:
         parser.error("--against does not measure workers on Ray. Omit --ray.")
-    if arguments.ray and not spawn_ray.is_there():
+    if arguments.ray and not spawn_ray.is_available():
         parser.error("--ray needs Ray: pip install 'ray[train]'")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")

@@ -25,7 +25,7 @@ NAMES = RAY_TRAIN, OURS_ON_RAY
 WEIGHTS = "weights.pt"
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Returns whether Ray and the requirements of Ray Train are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("ray", "pyarrow"))
 

@@ -32,8 +32,8 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 # Tests run at once, and their models are small: more threads would only wait for each other.
 torch.set_num_threads(1)
 
-# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them for ever, once a
-# test before it, or the parameters of one, has computed in parallel in this process.
+# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them indefinitely, if
+# an earlier test, or its parameters, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 

@@ -1,4 +1,4 @@
-"""Whoever says ``pytorch_lightning`` gets the same: from modules that are made from those for ``lightning``."""
+"""``pytorch_lightning`` has the same strategies, in modules that are generated from those for ``lightning``."""
 
 import json
 from importlib.metadata import version

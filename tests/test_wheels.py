@@ -1,4 +1,4 @@
-"""The promises of what is released: whoever installs a wheel needs no checkout and no compiler."""
+"""The promises of the release: the installation of a wheel needs no checkout and no compiler."""
 
 import os
 import platform

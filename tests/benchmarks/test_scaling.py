@@ -153,7 +153,7 @@ def test_efficiency_is_what_is_left_of_the_work_of_one():
 
 
 def training(between: Link) -> Training:
-    """Of 10^8 parameters, with eight ranks on each host."""
+    """Training of 10^8 parameters, with eight ranks on each host."""
     return Training(0.3, Computation.of(0.3, 4e8), 4e8, 8, Link.of(5, 200), between, GIVEN)
 
 

@@ -106,8 +106,8 @@ def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
 
 
 def kill_rank_0_of_three(net: Net, at: str) -> None:
-    is_there = net.size == 3 and net.num_batches >= 5 and net.trainer.global_step >= 90
-    if at == "train" and net.global_rank == 0 and is_there and net.first("kill"):
+    is_due = net.size == 3 and net.num_batches >= 5 and net.trainer.global_step >= 90
+    if at == "train" and net.global_rank == 0 and is_due and net.first("kill"):
         kill(net)
 
 

@@ -1,4 +1,4 @@
-"""Workers of ``fit`` that die, with ``ddp_spawn_elastic_ext``: the others go on, and a new one joins them.
+"""Workers of ``fit`` that exit, with ``ddp_spawn_elastic_ext``: the others continue, and a new worker joins them.
 
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """

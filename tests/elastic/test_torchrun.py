@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts anew, with ``ddp_elastic_ext``: ``fit`` goes on from the memory of the host.
+"""Ranks that torchrun restarts, with ``ddp_elastic_ext``: ``fit`` continues from the memory of the host.
 
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """
@@ -113,8 +113,8 @@ def test_without_commits_training_continues_from_disk():
 
 
 def kill_rank_1_in_validate(net: Net, at: str) -> None:
-    is_there = at == "validation" and net.trainer.state.fn == "validate"
-    if is_there and net.global_rank == 1 and net.first("kill"):
+    is_due = at == "validation" and net.trainer.state.fn == "validate"
+    if is_due and net.global_rank == 1 and net.first("kill"):
         kill(net)
 
 

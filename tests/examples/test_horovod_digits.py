@@ -1,4 +1,4 @@
-"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and goes on without a rank that was killed."""
+"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and continues without a rank that was killed."""
 
 import os
 import re

@@ -31,7 +31,7 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 #: Longer than a write to a file takes on a busy disk, and the start of a loader's worker on busy cores.
 HANG_TIMEOUT_S = 4.0
 LONGER_S = 6.0
-#: Of all ranks; known in each of them.
+#: Values of all ranks, which each rank knows.
 pids: list[int] = []
 
 
@@ -79,7 +79,7 @@ def sleep_for_ever(model: MLP) -> None:
 
 
 def stop_all(model: MLP) -> None:
-    """Stops both ranks, as somebody does who wants the cores for a while; a child lets them go on."""
+    """Stops both ranks, as a scheduler does to use the cores for a while; a child process continues them."""
     ranks = [psutil.Process(pid) for pid in pids]
     if os.fork() == 0:
         for rank in ranks:

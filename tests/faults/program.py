@@ -89,7 +89,7 @@ class Fault:
 
 
 class Rows(Dataset):
-    """Of random numbers; fetched by workers of a data loader, which may go wrong."""
+    """Dataset of random numbers, which DataLoader workers fetch; fetching may fail."""
 
     def __init__(self, fault: Fault, rank: int = 0) -> None:
         self.fault = fault

@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are lost while the others go on: workers of ``fit``, and ranks that torchrun starts anew.
+"""Ranks on GPUs that are lost while the others continue: workers of ``fit``, and ranks that torchrun restarts.
 
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """

@@ -1,7 +1,7 @@
 """Rejects retired terms: ``python -m tests.guards.prose``, part of ``make lint``.
 
-``docs/retired_terms.txt`` has the terms: phrases, which must not occur in comments, docstrings, and messages, and
-identifiers, which must not occur in code. The mirror for ``pytorch_lightning`` is generated and left out.
+``docs/retired_terms.txt`` has the terms: phrases, which must not occur in comments, docstrings, messages, and pages,
+and identifiers, which must not occur in code. The mirror for ``pytorch_lightning`` is generated, and is not searched.
 """
 
 import io
@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-PLACES = ("lightning_strategies_ext", "docs/glossary.md")
-_MIRROR = "lightning_strategies_ext/pytorch_lightning/"
+PLACES = (
+    *("lightning_strategies_ext", "benchmarks", "docs", "examples", "tests"),
+    *("CONTRIBUTING.md", "README.md", "SECURITY.md", "Makefile", "hatch_build.py", "noxfile.py"),
+)
+_SUFFIXES = {".py", ".md", ".c"}
+#: Beginnings of paths that are not searched: the mirror, and the test with examples of retired terms.
+_NOT_SEARCHED = ("lightning_strategies_ext/pytorch_lightning/", "tests/guards/test_prose.py")
 _TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
@@ -74,9 +79,10 @@ def faults() -> Iterator[str]:
     terms = read_terms((REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines())
     for place in PLACES:
         root = REPOSITORY / place
-        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        paths = sorted(root.rglob("*")) if root.is_dir() else [root]
+        for path in paths:
             name = str(path.relative_to(REPOSITORY))
-            if name.startswith(_MIRROR):
+            if name.startswith(_NOT_SEARCHED) or (path != root and path.suffix not in _SUFFIXES):
                 continue
             applicable = [term for term in terms if not any(fnmatch(name, each) for each in term.exceptions)]
             for number, found, term in find_terms(path.read_text(), applicable, is_python=path.suffix == ".py"):

@@ -41,5 +41,5 @@ def test_each_place_that_is_searched_exists(place: str) -> None:
     assert (REPOSITORY / place).exists()
 
 
-def test_the_package_has_no_retired_terms() -> None:
+def test_the_repository_has_no_retired_terms() -> None:
     assert list(faults()) == []

@@ -90,7 +90,7 @@ class GoesOn(LogsBothWays):
 
 
 class AddsMore(MLP):
-    """Adds ten to what is there after the first batch, and what is not there yet."""
+    """Adds ten to the results after the first batch, and adds a new result."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

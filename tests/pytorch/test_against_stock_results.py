@@ -1,4 +1,4 @@
-"""``ddp_ext`` against Lightning's ``ddp``: what is logged, decided, tuned, predicted, saved and synchronised."""
+"""``ddp_ext`` against Lightning's ``ddp``: what is logged, decided, tuned, predicted, saved, and synchronized."""
 
 from typing import Any
 
@@ -220,7 +220,7 @@ class RecordNormalization(pl.Callback):
 
 
 def convert_and_revert() -> list[str]:
-    """The kind of normalisation in each stage."""
+    """The kind of normalization in each stage."""
     record = RecordNormalization()
     trainer, model = fit("ddp_ext", WithBatchNorm, plugins=[LayerSyncOnCpu()], callbacks=[record])
     trainer.validate(model, loader(), verbose=False)

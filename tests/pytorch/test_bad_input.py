@@ -164,7 +164,7 @@ BY_THE_TRAINERS_FACE = [
 BY_FABRICS_FACE = [
     Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
     Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel accepts"),
-    # Fabric's optimizer step does not pass through the strategy's averaging: models would drift apart for good.
+    # Fabric's optimizer step does not pass through the strategy's averaging: models would differ from then on.
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "PeriodicModelAverager", argument="ddp_comm_state"),
 ]
 

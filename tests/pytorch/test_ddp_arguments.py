@@ -160,8 +160,8 @@ def time_out() -> float:
     strategy.setup_environment()
     start = time.monotonic()
     if strategy.global_rank == 0:
-        with pytest.raises(RuntimeError, match="barrier nobody comes failed"):
-            strategy.barrier("nobody comes")
+        with pytest.raises(RuntimeError, match="barrier no peer comes failed"):
+            strategy.barrier("no peer comes")
     else:
         while time.monotonic() - start < 4:
             pass

@@ -1,4 +1,4 @@
-"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others go on, and Ray starts another one.
+"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others continue, and Ray starts another worker.
 
 What elastic training promises, wherever its ranks come from, is tested in :mod:`tests.elastic`.
 """

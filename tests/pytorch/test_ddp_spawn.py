@@ -118,7 +118,7 @@ def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(s
     run_ranks(use_workers, start_method, world_size=1)  # waits ten seconds for the end of a process, then kills it
 
 
-# --- what comes back ---
+# --- results that are returned ---
 
 
 @pytest.fixture(scope="module")

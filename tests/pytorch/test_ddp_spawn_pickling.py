@@ -1,4 +1,4 @@
-"""Objects that pickle themselves come back from a stage of ``ddp_spawn_ext`` as pickle restores them, and in place."""
+"""Objects that pickle themselves return from a stage of ``ddp_spawn_ext`` as pickle restores them, in place."""
 
 import copyreg
 from typing import Any

@@ -88,12 +88,12 @@ def test_every_rank_may_have_seen_everything():
 def test_a_samplers_order_is_kept():
     indices = [5, 3, 60, 1, 7, 9, 2]
     trainer = spawn_trainer()
-    predictions = trainer.predict(PredictsIndices(), loader(sampler=InOrder(indices), batch_size=3))
+    predictions = trainer.predict(PredictsIndices(), loader(sampler=OrderedSampler(indices), batch_size=3))
     assert torch.equal(joined(predictions), first_feature(indices))
     assert [len(batch["names"]) for batch in predictions] == [3, 3, 1]
 
 
-class InOrder(SubsetRandomSampler):
+class OrderedSampler(SubsetRandomSampler):
     def __iter__(self) -> Any:
         return iter(self.indices)
 

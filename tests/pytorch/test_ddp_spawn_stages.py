@@ -1,4 +1,4 @@
-"""Stage after stage, ``ddp_spawn_ext`` goes on where it was, in the same workers, as one process would."""
+"""``ddp_spawn_ext`` continues stage after stage in the same workers, as in one process."""
 
 import csv
 import time

@@ -54,7 +54,7 @@ class Changing(pl.Callback):
 
 
 class HasLoader(pl.Callback):
-    """Holds what stays in the worker, beside what comes back."""
+    """Callback with attributes that stay in the worker, and attributes that are returned."""
 
     def __init__(self) -> None:
         self.loader = None

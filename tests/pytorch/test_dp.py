@@ -56,7 +56,7 @@ def train_digits(strategy, devices, **kwargs):
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_digits_train_alike(num_replicas):
-    # Its batch normalisation must see whole batches for that.
+    # Its batch normalization must use whole batches for that.
     ours, theirs = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
     torch.testing.assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1], tolerance=1e-6)

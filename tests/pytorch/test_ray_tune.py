@@ -70,7 +70,7 @@ def cluster() -> Iterator[None]:
 
 
 def losses_of_one_process(lr: float) -> list[float]:
-    """Of each epoch, where one process has the batches of two ranks."""
+    """Values of each epoch, if one process has the batches of two ranks."""
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=11)
@@ -99,7 +99,7 @@ def test_of_four_trials_with_two_ranks_each_asha_stops_two(tmp_path):
         tune_config=tune.TuneConfig(
             metric="has_learnt",
             mode="max",
-            # Those that do not learn begin when one that does has ended, so that it is known who is stopped.
+            # Trials that do not learn start after a trial that learns has ended, which determines the stopped trial.
             max_concurrent_trials=2,
             scheduler=ASHAScheduler(max_t=NUM_EPOCHS, grace_period=1, reduction_factor=2),
         ),

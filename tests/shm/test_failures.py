@@ -1,4 +1,4 @@
-"""The promises of the ``shm`` process group when something fails: nobody hangs, and who is at fault is named."""
+"""The promises of the ``shm`` process group after a failure: no rank hangs, and the error names the failed rank."""
 
 import os
 import re

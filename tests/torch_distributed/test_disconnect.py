@@ -1,4 +1,4 @@
-"""A rank lets go of the others, whether they live or not, and of nobody else."""
+"""A rank closes its connections to other ranks, whether these are running or not, and no other connections."""
 
 import os
 import signal

@@ -34,7 +34,7 @@ HOOKS = {
         "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
     },
 }
-#: Of the weights after 12 steps: such hooks round each gradient to 8 or 11 bits.
+#: Tolerance of the weights after 12 steps: such hooks round each gradient to 8 or 11 bits.
 TOLERANCES = {"all-reduce": 0.0, "bf16": 2e-3, "compressed to bf16": 2e-3, "wrapped in fp16": 2e-4}
 
 
