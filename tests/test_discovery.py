@@ -344,7 +344,9 @@ def test_a_module_that_raises_breaks_only_the_script_that_asks_for_it(third_part
 
 
 @pytest.mark.processes
-def test_registering_again_says_nothing_new_about_other_packages(third_parties: Environment, tmp_path: Path) -> None:
+def test_registering_again_prints_no_further_notice_about_other_packages(
+    third_parties: Environment, tmp_path: Path
+) -> None:
     env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
     script = """
 import json, lightning.pytorch.strategies as strategies
@@ -392,7 +394,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
 
 
 @pytest.mark.processes
-def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() -> None:
+def test_the_printed_table_fits_in_80_columns_with_a_row_for_each_group() -> None:
     result = run_script("-m", PACKAGE, env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines())) <= 80
     rows = [re.split("│", line)[1].strip() for line in result.stdout.splitlines() if "│" in line]
@@ -430,7 +432,7 @@ def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.processes
-def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
+def test_the_doctor_reports_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
     _, shown = findings_of(third_parties, "doctor", returncode=1)
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]
     assert shown["raising_one"]["is_error"]

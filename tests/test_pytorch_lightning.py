@@ -41,7 +41,7 @@ def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
     assert [str(path) for path in expected if expected[path] != found[path]] == [], "run `python hatch_build.py`"
 
 
-def test_none_of_them_says_lightning():
+def test_no_generated_module_names_lightning():
     modules = hatch_build.modules_of(REPOSITORY)
     for path, text in hatch_build.twins(REPOSITORY).items():
         imported = hatch_build.imported_by(text, modules)
@@ -246,7 +246,7 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 
 
 @pytest.mark.processes
-def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel, tmp_path):
+def test_without_any_lightning_the_error_names_the_package_to_install(wheel, tmp_path):
     lightning = ("lightning", "lightning-*", "lightning_fabric*", "pytorch_lightning*")
     environment, _ = virtual_environments.make_environment(wheel, tmp_path, without=lightning)
     for command in (("-m", lightning_names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):

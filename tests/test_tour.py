@@ -37,7 +37,7 @@ def test_the_results_are_those_of_one_device(strategy, alone):
     assert alone["held-out accuracy"] > 0.85
 
 
-def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock():
+def test_the_table_has_a_column_for_each_and_shows_what_is_lost_with_stock():
     result = run_script(REPOSITORY / "examples/tour.py", "--strategy", "ddp_fork_ext", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]

@@ -300,7 +300,7 @@ def barrier_with_a_missing_rank() -> None:
 
 
 @pytest.mark.processes
-def test_a_failed_barrier_says_its_name():
+def test_the_error_of_a_failed_barrier_has_its_name():
     outcome = outcomes_of_ranks(barrier_with_a_missing_rank)[0]
     assert "Rank 0: barrier the meeting failed" in outcome.error
 

@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_during_validation():
     assert "; 10 steps are repeated" in run.output
 
 
-def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
+def test_a_hung_rank_that_the_others_wait_for_is_killed():
     run = run_elastic(once(stop, rank=1, step=70), strategy={**STRATEGY, "hang_timeout": 4})
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]

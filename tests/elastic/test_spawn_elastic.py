@@ -250,7 +250,7 @@ class ShortOfMemory(MLP):
 
 
 @pytest.mark.processes
-def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
+def test_a_commit_without_enough_memory_ends_fit_and_reports_the_required_memory():
     with pytest.raises(
         commit.CommitTooLargeError, match=r"each of the 2 ranks of this host stores one; 0\.0 GiB .*`devices="
     ):

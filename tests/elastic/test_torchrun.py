@@ -307,7 +307,7 @@ def test_one_that_does_not_fit_is_refused():
 # --- arguments ---
 
 
-def test_without_torchrun_it_says_how_to_start(monkeypatch):
+def test_without_torchrun_the_error_has_the_command(monkeypatch):
     monkeypatch.delenv(RUN_ID, raising=False)
     with pytest.raises(StrategyUnavailableError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
         DDPElasticStrategy()

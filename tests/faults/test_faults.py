@@ -27,7 +27,7 @@ BEFORE_HOROVOD_S = 27
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_end_soon_and_say_why(case: Case, tmp_path: Path):
+def test_all_ranks_exit_soon_and_report_the_reason(case: Case, tmp_path: Path):
     limit_s = BEFORE_HOROVOD_S if (case.kind, case.strategy) == ("cable", "horovod_ext") else HANGS_S
     try:
         result = try_case(case, tmp_path, limit_s=limit_s)

@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_end_soon_and_say_why(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_exit_soon_and_report_the_reason(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     result = try_case(case, tmp_path, limit_s=HANGS_S)
     assert result.problems == [], result.output
     print(f"{case}: {result.seconds:.1f} s, exit codes {result.exit_codes}\n{result.output}")
@@ -93,7 +93,7 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
 
 @cuda_only
 @pytest.mark.parametrize("waits_in", [(False,), (True,), (False, True)], ids=["default group", "another", "both"])
-def test_what_an_exchange_that_was_cut_off_has_left_is_in_no_checkpoint(
+def test_the_result_of_an_aborted_exchange_is_in_no_checkpoint(
     waits_in: tuple[bool, ...], two_ranks: Ranks, tmp_path: Path
 ) -> None:
     stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path, waits_in)[0]

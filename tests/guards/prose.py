@@ -63,7 +63,11 @@ def find_terms(content: str, terms: Iterable[Term], *, is_python: bool) -> Itera
 
 
 def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
-    """Returns lines of comments and strings, and identifiers: line number, text, and whether it is an identifier."""
+    """Returns lines of comments and strings, identifiers, and names of tests as text.
+
+    Returns:
+        Line number, text, and whether the text is an identifier.
+    """
     if not is_python:
         yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))
         return
@@ -72,6 +76,8 @@ def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
             yield from ((number, line, False) for number, line in enumerate(token.string.splitlines(), token.start[0]))
         elif token.type == tokenize.NAME:
             yield token.start[0], token.string, True
+            if token.string.startswith("test_"):
+                yield token.start[0], token.string.replace("_", " "), False
 
 
 def faults() -> Iterator[str]:

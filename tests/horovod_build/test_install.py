@@ -133,7 +133,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
 
 
 @pytest.mark.processes
-def test_what_is_there_is_not_called_missing(tmp_path: Path):
+def test_installed_requirements_are_not_reported_as_missing(tmp_path: Path):
     env = {**quarantine(tmp_path / "left"), "PATH": str(tmp_path), "CXX": "no-such-compiler"}
     result = run_script(*CLI, "--rebuild", env=env)
     assert result.returncode == 2, result.stdout
@@ -451,7 +451,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
         (["/no/such/launcher"], "could not be started"),
     ],
 )
-def test_a_proof_that_fails_says_how(launcher: list[str], said: str):
+def test_a_failed_smoke_test_reports_its_error(launcher: list[str], said: str):
     with pytest.raises(SmokeTestError, match=f"(?s){said}"):
         run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 

@@ -132,7 +132,7 @@ def test_what_another_process_has_added_up_is_added_to() -> None:
     assert list(sums[1]) == ["training_step.per_epoch"]
 
 
-def test_results_of_a_stage_are_recognised() -> None:
+def test_results_of_a_stage_are_recognized() -> None:
     trainer, _ = fit("auto", devices=1)
     values = vars(trainer.fit_loop.epoch_loop).values()
     assert sum(trainer_logging.is_bound_to_stage(value) for value in values) == 1

@@ -227,7 +227,7 @@ def convert_and_revert() -> list[str]:
     return [*record.kinds, type(trainer.strategy.model.net[1]).__name__]
 
 
-def test_synchronised_layers_are_there_for_training_and_reverted_after():
+def test_synchronized_layers_exist_during_training_and_are_reverted_after():
     assert run_ranks(convert_and_revert) == [["SyncedOnCpu", "BatchNorm1d", "BatchNorm1d"]] * 2
 
 

@@ -127,7 +127,7 @@ def test_modules_of_many_kinds_train_alike(way, make_model):
 
 
 @each_way
-def test_batch_normalisation_sees_the_whole_batch_where_asked_to(way):
+def test_synchronized_batch_normalization_uses_the_whole_batch(way):
     ours = train(way(3), WithBatchNorm, sync_batchnorm=True)[1]
     assert_close(state_of(ours), state_of(train("auto", WithBatchNorm)[1]))
     assert type(ours.net[1]) is nn.BatchNorm1d

@@ -51,9 +51,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
 @pytest.mark.processes
 @needs_root
 @pytest.mark.parametrize("home", [None, "/root", "/proc"])
-def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
-    home: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_user_without_a_home_trains_and_the_cost_is_logged(home: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(ranks.rank_environment, DISABLE_VARIABLE, raising=False)
     outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
@@ -160,7 +158,7 @@ def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, h
 
 
 @pytest.mark.processes
-def test_the_command_says_that_a_wheel_is_not_safe(tmp_path: Path):
+def test_the_command_reports_that_a_wheel_is_not_safe(tmp_path: Path):
     make = f"""
 from pathlib import Path
 from lightning_strategies_ext.horovod_build.cache import WheelCache
@@ -240,7 +238,7 @@ def rendezvous_of_one(tmp_path: Path, size: int = 2) -> Rendezvous:
     return Rendezvous(0, size, dist.FileStore(str(tmp_path / "store"), size))
 
 
-def test_a_rank_that_says_nothing_is_named(tmp_path: Path):
+def test_an_unresponsive_rank_is_named(tmp_path: Path):
     meeting = rendezvous_of_one(tmp_path, size=3)
     with pytest.raises(TimeoutError, match="rank 1 of the group, rank 2 of the group did not connect"):
         meeting.announce({}, time.monotonic() + 0.3)

@@ -57,7 +57,7 @@ def wait_for_one_that_is_killed() -> float:
     return fails_once_it_is_cut_off(other)
 
 
-def test_a_dead_ones_connections_are_cut_though_a_child_of_its_own_holds_them():
+def test_connections_to_a_killed_rank_are_closed_although_its_child_holds_them():
     survivor, _ = outcomes_of_ranks(wait_for_one_that_is_killed)
     assert survivor.value is not None, survivor
     assert 0.4 < survivor.value < LIMIT_S
@@ -96,7 +96,7 @@ def wait_over_gloo_beside_another_backend() -> float:
     return waited_s
 
 
-def test_a_rank_that_waits_over_gloo_is_cut_off_also_where_gpus_have_another_backend():
+def test_disconnecting_aborts_gloo_also_if_gpus_have_another_backend():
     waited_s, _ = run_ranks(wait_over_gloo_beside_another_backend)
     assert 0.4 < waited_s < LIMIT_S
 

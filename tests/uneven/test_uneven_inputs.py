@@ -158,7 +158,7 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
+def test_shadow_steps_do_not_count_for_batch_normalization(engine, ranks, kind):
     results = [rank["batch norm", kind]["weights"] for rank in ranks]
     tracked = [weights["1.num_batches_tracked"].item() / NUM_EPOCHS for weights in results]
     assert tracked == ([3, 3] if engine == "horovod" else [5, 5])
