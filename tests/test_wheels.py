@@ -120,7 +120,7 @@ def test_links_and_pictures_of_the_package_readme_have_addresses(tmp_path: Path,
 
 @pytest.mark.processes
 def test_a_machine_that_has_no_wheel_is_refused(tmp_path: Path):
-    with pytest.raises(AssertionError, match=r"WHEEL_FOR='riscv64': wheels are built for x86_64 and aarch64"):
+    with pytest.raises(AssertionError, match=r"WHEEL_ARCH='riscv64': wheels are built for x86_64 and aarch64"):
         virtual_environments.build_wheel(tmp_path, env={ARCH_VARIABLE: "riscv64"})
 
 
