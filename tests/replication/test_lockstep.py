@@ -1,4 +1,4 @@
-"""What ``replication/lockstep.py`` promises: functions meet or fail, in turns or at once, and never wait never."""
+"""Functions in lockstep run an action once or raise an error, sequentially and concurrently, and never deadlock."""
 
 import threading
 
