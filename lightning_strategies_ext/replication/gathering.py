@@ -32,9 +32,9 @@ NUMBERS = (int, np.integer, np.bool_, *INEXACT_NUMBERS)  # bool is an int
 def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
-    Floating-point numbers, also as 0-dim tensors, become the result of ``value_of_batch``. Integers and bools become a
-    tensor with one entry per replica, but equal bools stay a bool. Other tensors and arrays are concatenated. Tuples,
-    mappings, dataclasses, and lists of values for all samples of a replica are gathered part by part. Lists with one
+    Floating-point numbers, also as 0-dim tensors, become the result of :func:`value_of_batch`. Integers and bools
+    become a tensor with one entry per replica, but equal bools stay a bool. Other tensors and arrays are concatenated.
+    Tuples, mappings, dataclasses, and lists of values with a row per sample are gathered part by part. Lists with one
     entry per sample are concatenated. For other objects, the result is the first if all are equal, else a list of them.
 
     Args:
@@ -270,7 +270,7 @@ def are_lists_of_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bo
 
 
 def have_rows_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Returns whether the entries have a row per sample, as in ``[predictions, loss]``. Other scalars are ignored."""
+    """Returns whether entries have a row per sample, as in ``[predictions, loss]``, where the number is ignored."""
     has_rows = False
     for column in zip(*lists, strict=True):
         answers = [has_row_per_sample(value, size) for value, size in zip(column, sizes, strict=True)]

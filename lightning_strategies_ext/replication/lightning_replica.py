@@ -75,12 +75,12 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
             if reduction == "sum":
                 step.warn_if_added_repeatedly(call_site, call, values, sizes)
             elif reduction == "mean" and batch_size is not None:
-                given = [float(weight) for weight in weights]
-                if step.are_batch_weights(call_site, call, given, sizes):
+                batch_sizes = [float(weight) for weight in weights]
+                if step.are_batch_weights(call_site, call, batch_sizes, sizes):
                     # The total is the sum of the weights in a full batch, as for weights of the parts.
                     weights, total = sizes, weights[0] * step.number_scopes.num_replicas
-                elif any(weight * sizes[0] != given[0] * size for weight, size in zip(given, sizes, strict=True)):
-                    step.other_batch_sizes = given
+                elif any(n * sizes[0] != batch_sizes[0] * size for n, size in zip(batch_sizes, sizes, strict=True)):
+                    step.other_batch_sizes = batch_sizes
             original.log(
                 name,
                 reduce_logged(name, values, denominators, weights, reduction, root_device),

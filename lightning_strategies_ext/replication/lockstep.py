@@ -10,7 +10,7 @@ operations, and of draws from the process's random generator, is therefore deter
 never synchronize all run on the caller's thread, because each thread that computes on the CPU has its own OpenMP
 threads, which compete for cores.
 
-Limitations: A function that runs on a thread cannot be interrupted. The caller waits for it, also after Ctrl-C.
+Limitations: A function that runs on a thread cannot be interrupted. The caller waits for its end, also after Ctrl-C.
 """
 
 import threading
@@ -69,7 +69,7 @@ Event: TypeAlias = Returned | Raised | OnceRequest
 
 
 class AbortedError(BaseException):
-    """Unwinds a function because another one has failed. Not an ``Exception``, so that user code does not catch it."""
+    """Unwinds a function after another function has failed. No ``Exception``, so that user code does not catch it."""
 
 
 class Participant:
@@ -114,7 +114,7 @@ class Participant:
             self._send(OnceRequest(name, action, payload))
             # The action may run a function on each thread that waits for it, see `Lockstep.run_nested`.
             while isinstance(message := self._inbox.get(), RunFunction):
-                event = _run(message.function)
+                event = _call(message.function)
                 self.is_waiting = True  # the nested function has reset it if it has synchronized, too
                 self._send(event)
         finally:
@@ -136,7 +136,7 @@ class Participant:
         """Runs functions until it receives :class:`StopThread`. Main function of the thread."""
         self._thread_id = threading.get_ident()
         while isinstance(message := self._inbox.get(), RunFunction):
-            event = _run(message.function)
+            event = _call(message.function)
             del message  # the function may reference a whole model
             self._send(event)
             del event
@@ -332,7 +332,7 @@ class Lockstep:
                 thread.start()
 
     def _fail(self, failure: BaseException) -> None:
-        """Stores the failure and unwinds the functions of the caller's thread."""
+        """Stores the failure of all functions, and unwinds those on the caller's thread."""
         self._failure = failure
         raise AbortedError
 
@@ -348,7 +348,7 @@ class Lockstep:
                 participant.next_event(0)
 
 
-def _run(function: Callable[[], Any]) -> Returned | Raised:
+def _call(function: Callable[[], Any]) -> Returned | Raised:
     try:
         return Returned(function())
     except BaseException as exception:

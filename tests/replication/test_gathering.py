@@ -1,7 +1,6 @@
-"""What the replicas' steps return is joined to what one step returns for the whole batch.
+"""The outputs of replicas are gathered into the output of one step with the whole batch, with the same gradients.
 
-Gradients through it are the whole batch's too, structures and types are kept, and what does not fit together is refused
-in words that say where and what to do.
+Structures and types are kept. Outputs that do not match are rejected, and the message names the value and the fix.
 """
 
 import dataclasses
@@ -222,7 +221,7 @@ def test_nan_is_not_lost():
     assert gather([torch.tensor(math.nan), torch.tensor(1.0)], [1, 1], CPU, "output").isnan()
 
 
-def test_a_loss_may_be_a_number_where_a_replica_had_nothing_to_compute_it_from():
+def test_a_loss_may_be_a_number_in_a_replica_without_data_for_the_loss():
     weight = torch.tensor(3.0, requires_grad=True)
 
     result = gather([weight * 2, 0.0], [1, 1], CPU, "output")
@@ -247,7 +246,7 @@ def test_a_loss_may_be_a_number_where_a_replica_had_nothing_to_compute_it_from()
         ([np.array(3), np.array(4)], torch.tensor([3, 4])),
     ],
 )
-def test_whole_numbers_stay_apart_one_entry_per_replica(values, expected):
+def test_integers_become_one_entry_per_replica(values, expected):
     result = gather(values, [5, 5][: len(values)], CPU, "output")
 
     assert result.dtype == expected.dtype
@@ -360,6 +359,6 @@ def test_keys_may_come_in_another_order():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_the_place_and_the_fix(values, message):
+def test_values_that_do_not_match_are_rejected_with_their_name_and_the_fix(values, message):
     with pytest.raises(ValueError, match=message):
         gather(values, [1, 1], CPU, "out")
