@@ -75,7 +75,7 @@ class ReplicatedModule(DataParallel[Module]):
         Raises:
             ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
-        # The strategy's steps, and methods that Fabric redirects through `forward`, name the method to call.
+        # Fabric may have redirected `forward` to another method, such as `training_step`.
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
