@@ -44,7 +44,7 @@ _POLL_INTERVAL_S = 0.02
 #: How many requests all ranks together may send to the driver, which is one Python process.
 REQUESTS_PER_S = 500
 _membership: "DriverMembership | None" = None
-_has_been_initialised = False
+_has_been_initialized = False
 #: Local and remote addresses of Horovod's connections in this world.
 _connections: set[tuple[Any, Any]] = set()
 
@@ -117,7 +117,7 @@ class DriverMembership:
         return launch.rank
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
-        """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initialises Horovod."""
+        """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initializes Horovod."""
         members: list[Member] = []
         launch, is_said = self.launch, False
         started = time.monotonic()
@@ -136,7 +136,7 @@ class DriverMembership:
                 return False
             on_wait(waited)
             time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
-        _initialise()
+        _initialize()
         self.members = members
         return True
 
@@ -150,7 +150,7 @@ class DriverMembership:
 
     def leave(self, *, is_coordinated: bool) -> None:
         """Shuts Horovod down; its connections too, if others may wait at their ends."""
-        elastic_monitor().leave_world(agreed=is_coordinated)
+        elastic_monitor().leave_world(is_coordinated=is_coordinated)
         if not is_coordinated:
             _disconnect()
         shut_down()
@@ -189,12 +189,12 @@ def leave() -> None:
         _membership.leave(is_coordinated=False)
 
 
-def _initialise() -> None:
+def _initialize() -> None:
     # For the slot that the environment variables say.
     import horovod.torch as hvd
 
-    global _has_been_initialised
-    if _has_been_initialised:
+    global _has_been_initialized
+    if _has_been_initialized:
         # Without the variable it does not ask the driver. That the run is elastic it remembers from the first time.
         del os.environ[_ELASTIC]
     _connections.clear()
@@ -203,7 +203,7 @@ def _initialise() -> None:
             hvd.init()
     finally:
         os.environ[_ELASTIC] = "1"
-    _has_been_initialised = True
+    _has_been_initialized = True
 
 
 def _disconnect() -> None:
