@@ -17,8 +17,8 @@ import torch
 from lightning_strategies_ext import DDPElasticStrategy
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
-from lightning_strategies_ext.elastic.fd_store import RUN_ID, TorchrunJob
-from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, layout_of
+from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
+from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
@@ -99,7 +99,7 @@ def forget(net: Net) -> None:
     """Kills the process that keeps the commits, and this rank."""
     job = TorchrunJob.of_this_process()
     assert job is not None
-    for process in stores_below(job.file):
+    for process in stores_below(job.address_file):
         process.kill()
     kill(net)
 
@@ -283,7 +283,7 @@ PLACEHOLDERS = [
 
 
 def test_a_commit_that_was_cut_short_is_none():
-    starts_at = layout_of(PLACEHOLDERS)[1]
+    starts_at = tensor_offsets(PLACEHOLDERS)[1]
     memory = CommitMemory.create(starts_at)
     assert memory.batches == -1
     memory.begin_write()
@@ -308,7 +308,7 @@ def test_one_that_does_not_fit_is_refused():
 
 
 def test_without_torchrun_it_says_how_to_start(monkeypatch):
-    monkeypatch.delenv(RUN_ID, raising=False)
+    monkeypatch.delenv(RUN_ID_VARIABLE, raising=False)
     with pytest.raises(StrategyUnavailableError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
         DDPElasticStrategy()
 
