@@ -100,7 +100,7 @@ class Commit:
         self._may_pin = False
         self._tensors: list[Tensor] = []
         self._local_state: Any = None
-        self._random: Any = None  # local, too; restored a second time
+        self._random: Any = None  # also local; restored again before the first step
 
     @property
     def batches(self) -> int:

@@ -137,7 +137,7 @@ class FdStoreClient:
         except OSError as error:
             raise FdStoreLostError(f"The process that stores commits does not respond: {error}") from error
         if not answer:
-            raise FdStoreLostError("The process that stores commits has ended.")
+            raise FdStoreLostError("The process that stores commits has exited.")
         return json.loads(answer), list(found)
 
     @staticmethod
