@@ -281,7 +281,7 @@ class EncodedValue:
 
 @dataclass
 class StageDiff:
-    """What a stage has changed, without the tensors of its module: the last result before any predictions.
+    """A result: the changes of a stage, without the tensors of its module; the last result before any predictions.
 
     Attributes:
         classes: (number of a shared object, its new class).
@@ -313,7 +313,7 @@ class StageDiff:
 
 @dataclass
 class PredictionPlan:
-    """A result: how the predictions of a rank that follow are to be ordered, per dataloader.
+    """A result: the order of the predictions of a rank, which follow, for each DataLoader.
 
     Attributes:
         keys: Positions of each batch's samples in the dataset.
@@ -333,7 +333,7 @@ class PredictionChunk:
 
 @dataclass
 class FunctionResult:
-    """A result: what a function has returned."""
+    """A result: the return value of a function."""
 
     value: Any
 

@@ -35,10 +35,10 @@ _CLIENT_ATTEMPTS = 3
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _lock = threading.RLock()
-_users = 0
-_directory: str | None = None
-_session: str | None = None
-_address: str | None = None
+_num_users = 0  # calls of `connect` without a call of `disconnect`
+_directory: str | None = None  # of the cluster that this module has started
+_session: str | None = None  # of the connection that this module has opened
+_address: str | None = None  # argument with which this module has opened the connection
 
 
 def check_ray_installed() -> None:
@@ -116,29 +116,29 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
     """
     import ray
 
-    global _users, _session, _address
+    global _num_users, _session, _address
     with _lock:
         if ray.is_initialized():
             if _session != _this_session():
-                _forget()  # the user has closed that connection and opened another
+                _reset()  # the user has closed that connection and opened another
             current = ray.get_runtime_context().gcs_address
-            if address not in (None, "auto", current) and not (_users and address == _address):
+            if address not in (None, "auto", current) and not (_num_users and address == _address):
                 raise ValueError(
                     f"`address={address!r}`: this process is already connected to the Ray cluster at {current}, and"
                     " Ray allows one connection per process. Omit the argument, or call `ray.shutdown()` first."
                 )
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
-            if _users:
-                _users += 1
+            if _num_users:
+                _num_users += 1
             return False
-        _forget()
+        _reset()
         requested, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
         check_address(address)
         if address == "local":
             _start(demand, num_workers, runtime_env)
         else:
             _connect(address, runtime_env)
-        _users, _session, _address = 1, _this_session(), requested
+        _num_users, _session, _address = 1, _this_session(), requested
         try:
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
         except ValueError:
@@ -151,23 +151,23 @@ def disconnect() -> None:
     """Reverts one call of :func:`connect`. The last call closes the connection, and ends a cluster started for it."""
     import ray
 
-    global _users
+    global _num_users
     with _lock:
-        if not _users:
+        if not _num_users:
             return
-        _users -= 1
-        if _users:
+        _num_users -= 1
+        if _num_users:
             return
         if ray.is_initialized() and _session == _this_session():
             with _preserved_sigterm_handler(), suppress(Exception):
                 ray.shutdown()
-        _forget()
+        _reset()
 
 
-def _forget() -> None:
+def _reset() -> None:
     """Resets the state of a closed connection, and removes the directory of its cluster."""
-    global _users, _directory, _session
-    _users, _session = 0, None
+    global _num_users, _directory, _session
+    _num_users, _session = 0, None
     if _directory is not None:
         shutil.rmtree(_directory, ignore_errors=True)
         _directory = None
@@ -232,7 +232,7 @@ def _start(demand: ResourceDemand, num_workers: int, runtime_env: dict[str, Any]
                 _temp_dir=_directory,
             )
     except BaseException:
-        _forget()
+        _reset()
         raise
 
 
