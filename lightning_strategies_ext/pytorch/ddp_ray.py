@@ -18,13 +18,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
-from lightning_strategies_ext.launch.ray.cluster import (
-    PlacementStrategy,
-    ResourceDemand,
-    check_address,
-    check_ray_installed,
-    check_resource_arguments,
-)
+from lightning_strategies_ext.launch.ray.cluster import check_address, check_ray_installed
+from lightning_strategies_ext.launch.ray.resources import PlacementStrategy, ResourceDemand, check_resource_arguments
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 

@@ -220,9 +220,9 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             monitor = elastic_monitor()
             monitor.enter_world(assignment.rank, peers_of(members), abort, tracks_exits=True)
 
-    def _leave_group(self, agreed: bool) -> None:
-        elastic_monitor().leave_world(agreed=agreed)
-        if not agreed:
+    def _leave_group(self, is_coordinated: bool) -> None:
+        elastic_monitor().leave_world(is_coordinated=is_coordinated)
+        if not is_coordinated:
             self._disconnect()
         process_group.stop()
 
@@ -297,7 +297,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def teardown(self) -> None:
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
-        elastic_monitor().leave_world(agreed=True)  # workers exit after the stage
+        elastic_monitor().leave_world(is_coordinated=True)  # workers exit after the stage
         super().teardown()
 
     @override
