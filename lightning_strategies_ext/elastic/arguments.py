@@ -1,6 +1,7 @@
 """Checks of the arguments for elastic training, for all engines."""
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,6 +65,16 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
             " creates a module with the original ones. Use `strategy='ddp_spawn_ext'` or `'ddp_ext'`, or prune after"
             " `fit`."
         )
+
+
+def elastic_class_of(kind: type) -> type:
+    """Returns the class of which ``kind(elastic=True)`` is an object: the elastic class that it names, or itself."""
+    target = vars(kind).get("elastic_class")
+    if target is None:
+        return kind
+    module, _, name = target.partition(":")
+    found: type = getattr(import_module(f"{kind.__module__.rpartition('.')[0]}.{module}"), name)
+    return found
 
 
 def check_is_not_elastic(kind: type, elastic: Any, elastic_class: str, **options: Any) -> None:

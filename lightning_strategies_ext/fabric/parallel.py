@@ -178,15 +178,6 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     def _engine(self) -> Collectives:
         return self.collectives
 
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        # The stage context belongs to this process: a worker creates another one.
-        return {name: value for name, value in vars(self).items() if name != "_stage_context"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._stage_context = StageContext(self._engine)
-
     def _start_failure_monitor(
         self,
         rank: int,
