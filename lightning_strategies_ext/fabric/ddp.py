@@ -103,9 +103,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         check_start_method(start_method)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         check_devices(parallel_devices)
-        process_group.check_backend(process_group_backend)
-        process_group.check_options(process_group_options, process_group_backend)
-        process_group.check_timeout(timeout)
+        process_group.check_arguments(process_group_backend, process_group_options, timeout)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         if isinstance(ddp_comm_state, PostLocalSGDState):
@@ -197,7 +195,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             collectives=self.collectives,
             timeout=self._timeout,
         )
-        Features.start(context, model)
+        Features().start(context, model)
         BackwardPasses(model)
         return model
 

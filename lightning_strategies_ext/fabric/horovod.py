@@ -30,7 +30,6 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
@@ -100,12 +99,11 @@ class HorovodStrategy(ParallelStrategy):
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
-        cluster_environment = environment_of_child(None)
         launch = LaunchInfo.from_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment if launch is None else environment.HorovodEnvironment(launch),
+            cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
             hang_timeout=hang_timeout,

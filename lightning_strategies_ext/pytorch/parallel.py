@@ -1,8 +1,7 @@
 """ParallelStrategy: base class of the Trainer's multi-process strategies.
 
-It implements ranks, collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the
-processes and exchange the gradients. Only the property ``collectives`` depends on the engine, by default
-torch.distributed.
+It implements collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the processes
+and exchange the gradients. Only the property ``collectives`` depends on the engine, by default torch.distributed.
 """
 
 from abc import ABC
@@ -39,6 +38,7 @@ from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed.features import Features
 
 T = TypeVar("T")
 
@@ -100,6 +100,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             precision_plugin=precision_plugin,
         )
         self._stage_context = StageContext(self._engine)
+        self._features = Features()  # of the gradient exchange
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -112,6 +113,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     #: Context of this process if the strategy has started it as a worker; its stage ends with :meth:`end_stage`.
     _worker: WorkerContext | None = None
+    #: Whether ranks may change during ``fit``.
+    _is_elastic = False
+    #: Values of the argument ``compression``, if there is one, that would reduce the size of exchanges.
+    cheaper_compressions: tuple[str, ...] = ()
     checkpoint_io = atomic_checkpoint_io
     register_strategies = register_strategies
     __repr__ = describe
@@ -157,12 +162,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @property
     def num_bytes_exchanged(self) -> int | None:
         """Bytes that this rank has passed to exchanges so far; None if exchanges transfer whole gradients."""
-        return None
-
-    @property
-    def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of the argument ``compression``, if there is one, that would reduce the size of exchanges."""
-        return ()
+        return self._features.num_bytes_exchanged
 
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Sets the observer that is notified of exchanges that the strategy itself performs; None for no observer."""
@@ -244,29 +244,22 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         It uses ``reduce`` if a subclass overrides that and not ``collectives``, as in Lightning's base class.
         """
         own = type(self)
-        overrides_reduce_only = (
-            own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
-        )
-        if overrides_reduce_only and self._stage_context.local_collectives is None:
+        has_own_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
+        if has_own_reduce and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._active_collectives.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
 
     def request_interrupt(self) -> None:
-        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler.
-
-        Raises:
-            KeyboardInterrupt: If no stage is running.
-        """
+        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler."""
         self._stage_context.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
-        """Announces to the other ranks that this rank has failed. Called before any ``on_exception`` hook.
+        """Announces to the other ranks that this rank has failed, unless all ranks stop. Called before any callback.
 
         Until the next stage, the collectives of this rank are local: no other rank takes part, and a callback that
-        saves a checkpoint would wait in a barrier indefinitely. An agreed SIGTERM is not a failure, and neither is the
-        exception with which the Tuner ends a trial.
+        saves a checkpoint would wait in a barrier indefinitely.
         """
         if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
@@ -276,13 +269,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._stage_context.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Terminates the other ranks of this host after this rank has failed, so that no rank waits for it.
+        """Terminates the other ranks of this host after this rank has failed; a no-op without other ranks.
 
-        Ranks may exit by themselves within a few seconds; the rest are killed and ``trace`` is shown. Without other
-        ranks, it is a no-op.
-
-        Args:
-            trace: Traceback of this rank's failure, as returned by ``traceback.format_exc()``.
+        Ranks may exit by themselves within a few seconds; the rest are killed, and ``trace``, the traceback of this
+        rank's failure, is shown.
         """
         if self._stage_context.failure_monitor is not None:
             self._stage_context.failure_monitor.fail_and_kill_local_peers(trace)
@@ -296,6 +286,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def teardown(self) -> None:
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
+        self._features.close()
         self._stage_context.leave(is_over=self._worker is None)
         self._stage_context.release_sigterm()
         if self.cluster_environment is not None:
@@ -307,6 +298,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def enter_worker(self, context: WorkerContext) -> None:
+        """Stores the context of this worker process; called before all other methods."""
+        self._worker = context
 
     def end_stage(self) -> None:
         """Ends the stage in a worker, after :meth:`teardown` and the hooks that follow it."""
@@ -383,6 +378,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             assert self.lightning_module is not None
             if not trainer_signals.is_accumulating(self.lightning_module.trainer):
                 self._stage_context.requeue()
+        for before_step in self._features.before_step:
+            before_step()
 
     def _before_evaluation_step(self) -> None:
         if self._stage_context.has_decision_before_evaluation_step():
