@@ -2,7 +2,7 @@
 
 import platform
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Literal
@@ -25,6 +25,15 @@ _RENAMED = {
     "take_turns": "sequential",
     "directory": "dirpath",
     "picture": "plot",
+}
+#: Method or property of strategies in earlier versions → its name.
+_RENAMED_METHODS = {
+    "stopping_together": "coordinated_stop",
+    "part_of_store": "prefix_store",
+    "has_met": "has_joined",
+    "note_failure": "announce_failure",
+    "explained": "explain_exception",
+    "around_stage": "wrap_stage",
 }
 #: Method that starts the other processes of a host.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -51,33 +60,33 @@ def check_hang_timeout(hang_timeout: Any) -> float | None:
     return None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, advice)
 
 
-def check_no_old_names(cls: type, names: Iterable[str]) -> None:
-    """Rejects arguments by their names in earlier versions.
-
-    Args:
-        cls: The strategy.
-        names: Names of the arguments that the user passed.
-
-    Raises:
-        TypeError: If an argument has been renamed.
-    """
-    for name in names:
-        if name in _RENAMED:
-            raise TypeError(f"`{cls.__name__}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
-
-
 def rejects_old_names(constructor: Callable[P, None]) -> Callable[P, None]:
     """Returns a constructor that rejects arguments by their names in earlier versions, with the same signature.
 
-    For classes whose constructor takes no ``**kwargs``; others call :func:`check_no_old_names`.
+    It raises a TypeError that contains the present name. Constructors that pass ``**kwargs`` to such a constructor need
+    no decorator.
     """
 
     @wraps(constructor)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        check_no_old_names(type(args[0]), kwargs)
+        for name in kwargs.keys() & _RENAMED.keys():
+            kind = type(args[0]).__name__
+            raise TypeError(f"`{kind}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
         constructor(*args, **kwargs)
 
     return checked
+
+
+def explain_missing_attribute(strategy: object, name: str) -> Any:
+    """Rejects methods by their names in earlier versions; the ``__getattr__`` of strategies, for missing attributes.
+
+    Raises:
+        AttributeError: If there is no such attribute, or a property of this name has raised this exception.
+    """
+    kind, renamed = type(strategy), _RENAMED_METHODS.get(name)
+    if renamed is not None and hasattr(kind, renamed):
+        raise AttributeError(f"`{kind.__name__}.{name}` was renamed. Use `{renamed}`.")
+    return object.__getattribute__(strategy, name)  # raises the original exception
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

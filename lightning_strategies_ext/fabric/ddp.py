@@ -24,6 +24,7 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     check_start_method,
     check_start_method_interactive,
+    rejects_old_names,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
@@ -82,6 +83,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         fabric = Fabric(strategy="ddp_ext", devices=2)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.arguments import (
+    DEFAULT_HANG_TIMEOUT,
+    check_devices,
+    check_not_interactive,
+    check_plugins,
+    rejects_old_names,
+)
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
@@ -65,6 +71,7 @@ class HorovodStrategy(ParallelStrategy):
         fabric = Fabric(strategy="horovod_ext", devices=2)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,

@@ -11,17 +11,21 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from torch import Tensor
 from torch.distributed import Store
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import barrier_name, check_hang_timeout, check_no_old_names
+from lightning_strategies_ext.arguments import (
+    barrier_name,
+    check_hang_timeout,
+    explain_missing_attribute,
+)
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
@@ -64,13 +68,10 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Rejects arguments by their names in earlier versions."""
-        check_no_old_names(cls, kwargs)
-        return super().__new__(cls)
-
     register_strategies = register_strategies
     __repr__ = describe
+    if not TYPE_CHECKING:  # a type checker would then accept any attribute
+        __getattr__ = explain_missing_attribute
 
     # --- collectives ---
 

@@ -99,6 +99,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         trainer = Trainer(strategy=DDPStrategy(static_graph=True, timeout=timedelta(minutes=5)), devices=2)
     """
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -243,8 +244,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self.model = layer_sync.apply(self.model)
         worker, has_same_model = self._worker, False
         if not is_fitting and worker is not None and self.num_nodes == 1:
-            # A broadcast to workers that share the module's memory would copy the memory. Workers of other hosts have
-            # received their module from another main process.
+            # Without a broadcast, workers keep sharing memory. Workers of other hosts have another main process.
             has_same_model = self.reduce_boolean_decision(worker.are_unchanged(tensors_of(self.model).values()))
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

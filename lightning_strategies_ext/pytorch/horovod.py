@@ -22,8 +22,8 @@ from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, barrier_name, check_not_interactive
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
@@ -95,6 +95,7 @@ class HorovodStrategy(ParallelStrategy):
     strategy_name = "horovod_ext"
     elastic_class = "horovod_elastic:HorovodElasticStrategy"
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -111,7 +112,7 @@ class HorovodStrategy(ParallelStrategy):
         uneven_inputs: UnevenInputs = "error",
         elastic: bool = False,
         commit_every_n_steps: int | None = None,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
+        hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
     ) -> None:
         self._options = HorovodExchangeOptions(
@@ -188,7 +189,7 @@ class HorovodStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # The Trainer calls it after it has set devices and environment, before processes start.
         assert self.cluster_environment is not None
-        check_not_interactive(f"`strategy={self.strategy_name!r}`")
+        arguments.check_not_interactive(f"`strategy={self.strategy_name!r}`")
         environment.set_launch_size(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
@@ -369,7 +370,7 @@ class HorovodStrategy(ParallelStrategy):
         """Waits until all ranks have called it; in ``Trainer.save_checkpoint``, broadcasts the buffers of rank 0."""
         super().barrier(*args, **kwargs)
         # Not in `save_checkpoint`, which a single rank may call.
-        if barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
+        if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._broadcast_buffers(is_known_to_match=False)
 
     # --- teardown ---

@@ -7,7 +7,7 @@ and exchange the gradients. Only the property ``collectives`` depends on the eng
 from abc import ABC
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -78,6 +78,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
                 self.model.to(self.root_device)
     """
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -108,7 +109,6 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         Only this base class has a ``__new__``: LightningCLI reads a class's arguments from its own ``__new__``.
         """
-        arguments.check_no_old_names(cls, kwargs)
         return super().__new__(elastic_class_of(cls) if kwargs.get("elastic") is True else cls)
 
     #: Context of this process if the strategy has started it as a worker; its stage ends with :meth:`end_stage`.
@@ -120,6 +120,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     checkpoint_io = atomic_checkpoint_io
     register_strategies = register_strategies
     __repr__ = describe
+    if not TYPE_CHECKING:  # a type checker would then accept any attribute
+        __getattr__ = arguments.explain_missing_attribute
 
     @property
     def collectives(self) -> Collectives:
