@@ -21,7 +21,6 @@ from lightning_strategies_ext import (
     DDPSpawnStrategy,
     DDPStrategy,
     HorovodStrategy,
-    ParallelStrategy,
     RankFailedError,
     WorkerRaisedError,
 )
@@ -240,7 +239,6 @@ def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
         (DataParallelStrategy, "take_turns", "sequential"),
         (ours.DataParallelStrategy, "take_turns", "sequential"),
         (HorovodStrategy, "patience", "hang_timeout"),
-        (ParallelStrategy, "patience", "hang_timeout"),
         (ours.HorovodStrategy, "patience", "hang_timeout"),
         (CommunicationMonitor, "directory", "dirpath"),
         (CommunicationMonitor, "picture", "plot"),
