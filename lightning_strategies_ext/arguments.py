@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.multiprocessing
@@ -25,15 +25,6 @@ _RENAMED = {
     "take_turns": "sequential",
     "directory": "dirpath",
     "picture": "plot",
-}
-#: Method or property of strategies in earlier versions → its name.
-_RENAMED_METHODS = {
-    "stopping_together": "coordinated_stop",
-    "part_of_store": "prefix_store",
-    "has_met": "has_joined",
-    "note_failure": "announce_failure",
-    "explained": "explain_exception",
-    "around_stage": "wrap_stage",
 }
 #: Method that starts the other processes of a host.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -77,16 +68,21 @@ def rejects_old_names(constructor: Callable[P, None]) -> Callable[P, None]:
     return checked
 
 
-def explain_missing_attribute(strategy: object, name: str) -> Any:
-    """Rejects methods by their names in earlier versions; the ``__getattr__`` of strategies, for missing attributes.
+class RenamedAttribute:
+    """Method or property of a strategy under its name in earlier versions: an access raises an AttributeError.
 
-    Raises:
-        AttributeError: If there is no such attribute, or a property of this name has raised this exception.
+    Args:
+        name: Its present name.
     """
-    kind, renamed = type(strategy), _RENAMED_METHODS.get(name)
-    if renamed is not None and hasattr(kind, renamed):
-        raise AttributeError(f"`{kind.__name__}.{name}` was renamed. Use `{renamed}`.")
-    return object.__getattribute__(strategy, name)  # raises the original exception
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set_name__(self, owner: type, old_name: str) -> None:
+        self._old_name = old_name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"`{owner.__name__}.{self._old_name}` was renamed. Use `{self._name}`.")
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

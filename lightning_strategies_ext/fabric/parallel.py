@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
@@ -22,9 +22,9 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import (
+    RenamedAttribute,
     barrier_name,
     check_hang_timeout,
-    explain_missing_attribute,
 )
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
@@ -70,8 +70,10 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
 
     register_strategies = register_strategies
     __repr__ = describe
-    if not TYPE_CHECKING:  # a type checker would then accept any attribute
-        __getattr__ = explain_missing_attribute
+    stopping_together = RenamedAttribute("coordinated_stop")
+    has_met = RenamedAttribute("has_joined")
+    note_failure = RenamedAttribute("announce_failure")
+    explained = RenamedAttribute("explain_exception")
 
     # --- collectives ---
 

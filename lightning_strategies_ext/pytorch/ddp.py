@@ -131,9 +131,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._is_elastic:  # first, because the next check would recommend a mode that this one rejects
             check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
         self._gradient_sync.check_compatible(kwargs, joins_uneven_inputs=uneven_inputs == "join")
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, hang_timeout
-        )
+        plugins = cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend
@@ -173,6 +172,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         arguments.check_start_method_interactive(self._start_method)
         self._launcher = ScriptLauncher(self) if is_script else WorkerLauncher(self, self._make_starter())
 
+    around_stage = arguments.RenamedAttribute("wrap_stage")
     #: Whether workers are reused by the next stage.
     keep_workers = True
     #: Restart policy for workers that exit during ``fit``; None if ``fit`` fails when a worker exits.

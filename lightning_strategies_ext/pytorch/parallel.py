@@ -7,7 +7,7 @@ and exchange the gradients. Only the property ``collectives`` depends on the eng
 from abc import ABC
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -120,8 +120,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     checkpoint_io = atomic_checkpoint_io
     register_strategies = register_strategies
     __repr__ = describe
-    if not TYPE_CHECKING:  # a type checker would then accept any attribute
-        __getattr__ = arguments.explain_missing_attribute
+    part_of_store = arguments.RenamedAttribute("prefix_store")
+    has_met = arguments.RenamedAttribute("has_joined")
+    note_failure = arguments.RenamedAttribute("announce_failure")
+    explained = arguments.RenamedAttribute("explain_exception")
 
     @property
     def collectives(self) -> Collectives:
