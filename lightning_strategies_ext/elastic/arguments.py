@@ -1,6 +1,7 @@
 """Checks of the arguments for elastic training, for all engines."""
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,6 +65,16 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
             " creates a module with the original ones. Use `strategy='ddp_spawn_ext'` or `'ddp_ext'`, or prune after"
             " `fit`."
         )
+
+
+def elastic_class_of(strategy_class: type) -> type:
+    """Returns the class of the object ``strategy_class(elastic=True)``: the elastic class that it names, or itself."""
+    target = vars(strategy_class).get("elastic_class")
+    if target is None:
+        return strategy_class
+    module, _, name = target.partition(":")
+    found: type = getattr(import_module(f"{strategy_class.__module__.rpartition('.')[0]}.{module}"), name)
+    return found
 
 
 def check_is_not_elastic(strategy_class: type, elastic: Any, elastic_class: str, **options: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     check_start_method,
     check_start_method_interactive,
+    rejects_old_names,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
@@ -81,6 +82,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         fabric = Fabric(strategy="ddp_ext", devices=2)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -102,9 +104,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         check_start_method(start_method)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         check_devices(parallel_devices)
-        process_group.check_backend(process_group_backend)
-        process_group.check_options(process_group_options, process_group_backend)
-        process_group.check_timeout(timeout)
+        process_group.check_arguments(process_group_backend, process_group_options, timeout)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         if isinstance(ddp_comm_state, PostLocalSGDState):
@@ -196,7 +196,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             collectives=self.collectives,
             timeout=self._timeout,
         )
-        Features.start(context, model)
+        Features().start(context, model)
         BackwardPasses(model)
         return model
 

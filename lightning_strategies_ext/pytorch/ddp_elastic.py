@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
-from lightning_strategies_ext.elastic.arguments import check_commit_interval, check_elastic_compatible
+from lightning_strategies_ext.elastic.arguments import check_commit_interval
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, FdStoreClient, TorchrunJob
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Member
@@ -74,12 +74,6 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         self._membership: TorchrunMembership | None = None
         self._job = self._find_job()
         self._fd_store: FdStoreClient | None = None
-
-    @override
-    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
-        super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     def _find_job(self) -> TorchrunJob:
         if sys.platform != "linux":

@@ -113,6 +113,19 @@ def disable_nccl_watchdog_exit() -> None:
         os.environ.setdefault(name, value)
 
 
+def check_arguments(backend: str | None, options: Any, timeout: timedelta | None) -> None:
+    """Checks the arguments of a process group before processes start.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If torch does not know the backend, the options are for another backend, or the timeout is invalid.
+        RuntimeError: If torch was built without the backend.
+    """
+    check_backend(backend)
+    check_options(options, backend)
+    check_timeout(timeout)
+
+
 def check_timeout(timeout: timedelta | None) -> None:
     """Checks that a timeout is valid for a process group.
 
