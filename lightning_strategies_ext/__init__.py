@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
     from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
+    from lightning_strategies_ext.exceptions import RankDisagreementError as RankDisagreementError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
     from lightning_strategies_ext.exceptions import ResultTransferError as ResultTransferError
     from lightning_strategies_ext.exceptions import TooFewRanksError as TooFewRanksError
@@ -72,6 +73,7 @@ _EXPORTS = {
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",
+    "RankDisagreementError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",
     "ResultTransferError": "lightning_strategies_ext.exceptions",
     "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",

@@ -52,6 +52,7 @@ class StageContext:
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
+        decisions: Callbacks that make callbacks and schedulers decide by this rank's own values again.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
     """
 
@@ -76,6 +77,7 @@ class StageContext:
         self.gradient_exchange: GradientExchange | None = None
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
+        self.decisions: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -341,13 +343,21 @@ class StageContext:
         # A stage that ended with an exception may have left these open.
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
+        self.end_decisions()
         self._end_agreement()
 
     def _end_agreement(self) -> None:
         if self._stop_agreement is not None:
             self._stop_agreement.close()
 
+    def end_decisions(self) -> None:
+        """Makes callbacks and schedulers decide by this rank's own values again. A second call is a no-op."""
+        if self.decisions is not None:
+            self.decisions.close()
+        self.decisions = None
+
     def _end_exchange(self) -> None:
+        self.end_decisions()
         for part in (self.uneven_inputs, self.gradient_exchange, self.evaluation):
             if part is not None:
                 part.close()

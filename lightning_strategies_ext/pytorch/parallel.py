@@ -50,6 +50,7 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.monitored_values import share_monitored_values
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -476,6 +477,11 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._stage_context.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
         self._stage_context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
+        self._stage_context.end_decisions()
+        if self._stage_context.size > 1:
+            self._stage_context.decisions = share_monitored_values(
+                trainer, lambda: self._active_collectives, self.root_device
+            )
 
     def _evaluate_together(self, trainer: "pl.Trainer") -> None:
         """Makes ranks without batches run the hooks of an evaluation. Collective: all ranks call it."""
