@@ -16,6 +16,7 @@ from lightning_strategies_ext import discovery
 from lightning_strategies_ext.discovery import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_strategies_ext.checks import ChecksOptions as ChecksOptions
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
@@ -70,6 +71,7 @@ _EXPORTS = {
     "LocalSGD": "lightning_strategies_ext.torch_distributed.compression.config",
     "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.config",
     "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
+    "ChecksOptions": "lightning_strategies_ext.checks",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",

@@ -52,7 +52,7 @@ class StageContext:
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
-        decisions: Callbacks that make callbacks and schedulers decide by this rank's own values again.
+        agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
     """
 
@@ -77,7 +77,7 @@ class StageContext:
         self.gradient_exchange: GradientExchange | None = None
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
-        self.decisions: ExitStack | None = None
+        self.agreement: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -151,7 +151,7 @@ class StageContext:
         self._begin_agreement(is_requested=is_requested)
 
     def _begin_agreement(self, *, is_requested: bool) -> None:
-        self._end_agreement()
+        self._end_stop_agreement()
         if self.store is None:
             self._stop_agreement = StopAgreement(is_requested=is_requested)
         elif self.failure_monitor is not None and self._name is None:
@@ -314,7 +314,7 @@ class StageContext:
             self.failure_monitor.finish_stage()
         self._end_exchange()
         if self._stop_agreement is not None:
-            self._end_agreement()
+            self._end_stop_agreement()
             # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
             is_stop = self._requeue is None or self._must_stop
             self.was_stop_requested = self._stop_agreement.is_pending and is_stop
@@ -343,21 +343,21 @@ class StageContext:
         # A stage that ended with an exception may have left these open.
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
-        self.end_decisions()
-        self._end_agreement()
+        self.end_agreement()
+        self._end_stop_agreement()
 
-    def _end_agreement(self) -> None:
+    def _end_stop_agreement(self) -> None:
         if self._stop_agreement is not None:
             self._stop_agreement.close()
 
-    def end_decisions(self) -> None:
-        """Makes callbacks and schedulers decide by this rank's own values again. A second call is a no-op."""
-        if self.decisions is not None:
-            self.decisions.close()
-        self.decisions = None
+    def end_agreement(self) -> None:
+        """Restores the callbacks and loops that decide like those of other ranks. A second call is a no-op."""
+        if self.agreement is not None:
+            self.agreement.close()
+        self.agreement = None
 
     def _end_exchange(self) -> None:
-        self.end_decisions()
+        self.end_agreement()
         for part in (self.uneven_inputs, self.gradient_exchange, self.evaluation):
             if part is not None:
                 part.close()

@@ -1,4 +1,4 @@
-"""Private names with which callbacks and learning rate schedulers read monitored values."""
+"""Private names of decisions in ``fit``: the values that callbacks and schedulers monitor, and the end of an epoch."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -105,3 +105,20 @@ def _share_with_early_stopping(callback: Any, share: ShareValues) -> list[Callab
         replace_method(callback, "_validate_condition_metric", validate_shared),
         replace_method(callback, "_run_early_stopping_check", check_and_restore),
     ]
+
+
+def call_after_epoch(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function after each training epoch of ``fit``, when learning rate schedulers have stepped.
+
+    ``FitLoop.on_advance_end`` calls the hooks ``on_train_epoch_end`` and steps the schedulers of an epoch (2.5 to 2.6).
+
+    Returns:
+        A function that reverts the change.
+    """
+    on_advance_end = trainer.fit_loop.on_advance_end
+
+    def on_advance_end_before() -> None:
+        on_advance_end()
+        then()
+
+    return replace_method(trainer.fit_loop, "on_advance_end", on_advance_end_before)

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
@@ -48,6 +48,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_interactive,
 )
+from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
@@ -59,6 +60,7 @@ from lightning_strategies_ext.launch.script_launcher import ScriptLauncher, devi
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
+from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_precision, may_unfreeze
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization, StaticGraph
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -116,6 +118,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
             ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
@@ -152,6 +155,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
         compression: CompressionName | Compression | None = None,
+        checks: ChecksOptions | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(uneven_inputs)
@@ -175,6 +179,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             hang_timeout=hang_timeout,
+            checks=checks,
         )
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
@@ -539,6 +544,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         Returns:
             Result of the optimizer's ``step``.
         """
+        if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+            closure = with_reduced_loss(closure, lambda: self._active_collectives, "mean")
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
         for after_optimizer_step in self._features.after_optimizer_step:
@@ -546,6 +553,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._observer is not None and self._gradient_sync.model_averaging_argument is not None:
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
+
+    @property
+    @override
+    def _epoch_checks(self) -> ChecksOptions | None:
+        is_averaged = self._gradient_sync.model_averaging_argument is not None
+        exchanges_among_some = any(self._ddp_kwargs.get(name) is not None for name in ("process_group", "device_mesh"))
+        return None if is_averaged or exchanges_among_some else super()._epoch_checks
 
     @property
     @override

@@ -21,12 +21,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Store
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, barrier_name, check_not_interactive
-from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
@@ -47,6 +47,7 @@ from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
@@ -83,6 +84,7 @@ class HorovodStrategy(ParallelStrategy):
             With None, ranks wait indefinitely.
         broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
             each rank trains with its own buffers, and receives rank 0's before each evaluation and checkpoint.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
@@ -116,6 +118,7 @@ class HorovodStrategy(ParallelStrategy):
         commit_every_n_steps: int | None = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
+        checks: ChecksOptions | None = None,
     ) -> None:
         self._options = HorovodExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
@@ -143,6 +146,7 @@ class HorovodStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             hang_timeout=hang_timeout,
+            checks=checks,
         )
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs
@@ -388,6 +392,9 @@ class HorovodStrategy(ParallelStrategy):
             Result of the optimizer's ``step``.
         """
         if self._deltas is None:
+            if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+                reduce_op = "sum" if self._options.op == "sum" else "mean"
+                closure = with_reduced_loss(closure, lambda: self._active_collectives, reduce_op)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with self._deltas.around_step(parameters):
@@ -418,6 +425,11 @@ class HorovodStrategy(ParallelStrategy):
         # Not in `save_checkpoint`, which a single rank may call.
         if barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._broadcast_buffers(is_known_to_match=False)
+
+    @property
+    @override
+    def _epoch_checks(self) -> ChecksOptions | None:
+        return None if self._options.process_set is not None else super()._epoch_checks
 
     @property
     @override

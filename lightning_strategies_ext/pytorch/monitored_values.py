@@ -7,16 +7,12 @@ names the ranks that have other values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import RankDisagreementError
 from lightning_strategies_ext.failure.rank_status import format_ranks
@@ -27,23 +23,6 @@ _MISSING, _NUMBER, _OTHER = range(3)
 _DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 #: Number of values that a warning lists; of more ranks, it lists rank 0's value, the smallest, and the largest.
 _MAX_VALUES_LISTED = 4
-
-
-def share_monitored_values(
-    trainer: "pl.Trainer", collectives: Callable[[], Collectives], device: torch.device
-) -> ExitStack:
-    """Makes the callbacks and schedulers of ``fit`` decide by rank 0's values until the returned stack is closed.
-
-    Args:
-        trainer: The Trainer.
-        collectives: Function that returns the collectives of this rank, which may change after a failure.
-        device: Device of this rank.
-    """
-    stack = ExitStack()
-    if trainer.state.fn == TrainerFn.FITTING:
-        for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
-            stack.callback(undo)
-    return stack
 
 
 class MonitoredValues:

@@ -42,6 +42,7 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
 )
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
+from lightning_strategies_ext.checks import ChecksOptions, check_checks
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
@@ -50,7 +51,7 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.pytorch.monitored_values import share_monitored_values
+from lightning_strategies_ext.pytorch.agreement import start_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -89,6 +90,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
             ranks then exit with an error that contains their stacks. With None, only the timeout of the backend
             applies.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -113,8 +115,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
+        checks: ChecksOptions | None = None,
     ) -> None:
         self._hang_timeout_s = check_hang_timeout(hang_timeout)
+        self._checks = check_checks(checks)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
@@ -477,11 +481,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._stage_context.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
         self._stage_context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
-        self._stage_context.end_decisions()
-        if self._stage_context.size > 1:
-            self._stage_context.decisions = share_monitored_values(
-                trainer, lambda: self._active_collectives, self.root_device
-            )
+        start_agreement(
+            trainer, self._stage_context, lambda: self._active_collectives, self.root_device, self._epoch_checks
+        )
 
     def _evaluate_together(self, trainer: "pl.Trainer") -> None:
         """Makes ranks without batches run the hooks of an evaluation. Collective: all ranks call it."""
@@ -506,6 +508,11 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             context.uneven_inputs = UnevenInputsController(
                 mode, trainer, context.collectives, context.gradient_exchange, *ranks, device
             )
+
+    @property
+    def _epoch_checks(self) -> ChecksOptions | None:
+        """Options of the checks after each epoch; None if the models of the ranks differ on purpose."""
+        return self._checks
 
     def _on_sigterm(self) -> None:
         self._stage_context.request_stop()

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_strategies_ext._lightning import trainer_decisions
 from tests.lightning_private.trainers import single_process_trainer
-from tests.support.models import MLP, loader
+from tests.support.models import MLP, loader, make_trainer
 
 REPLACED = {
     "_monitor_candidates",
@@ -74,3 +74,22 @@ def test_a_value_that_only_rank_0_has_is_read_and_not_left_behind() -> None:
     trainer.fit(MLP(), loader(), loader())
     assert trainer.early_stopping_callback.best_score == 5
     assert "auc" not in trainer.callback_metrics
+
+
+def test_the_function_after_an_epoch_runs_when_the_schedulers_have_stepped() -> None:
+    rates: list[tuple[int, float]] = []
+    trainer = make_trainer("auto", devices=1, max_epochs=2)
+    model = Decays()
+    undo = trainer_decisions.call_after_epoch(
+        trainer, lambda: rates.append((trainer.current_epoch, model.optimizers().param_groups[0]["lr"]))
+    )
+    trainer.fit(model, loader())
+    assert rates == [(1, 0.1 / 2), (2, 0.1 / 4)]
+    undo()
+    assert "on_advance_end" not in vars(trainer.fit_loop)
+
+
+class Decays(MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
