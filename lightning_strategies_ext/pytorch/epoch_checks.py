@@ -111,7 +111,7 @@ def _describe(found: dict[int, Values], num_omitted: int, epoch: int) -> str:
     where = f" of {owner}" if owner else ""
     return (
         f"The ranks differ in `{field}`{where} after epoch {epoch}: {listed}{more}.{also} Their weights would differ"
-        " more with each step. Set the value alike on all ranks: it must not depend on the rank, on random numbers, or on a"
-        " value that is logged without `sync_dist=True`. If it differs on purpose, pass"
+        " more with each step. Set the value alike on all ranks: it must not depend on the rank, on random numbers, or"
+        " on a value that is logged without `sync_dist=True`. If it differs on purpose, pass"
         f" `checks=ChecksOptions(excluded_fields=({field!r},))` to the strategy."
     )
