@@ -52,7 +52,7 @@ class Regression(pl.LightningModule):
         return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if outputs is not None:
+        if self.automatic_optimization:
             self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:
@@ -85,6 +85,7 @@ def assert_trained_alike(ranks: list[dict[str, Any]]) -> None:
     for case, (num_evaluations, weights, losses) in expected.items():
         for outcome in ranks:
             assert outcome[case][0] == num_evaluations, case
+            assert max(num_evaluations) > 2
             torch.testing.assert_close(outcome[case][1], weights, msg=case)
         means = [sum(each) / 2 for each in zip(*(outcome[case][2] for outcome in ranks), strict=True)]
         assert means == pytest.approx(losses), case
