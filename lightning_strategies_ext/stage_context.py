@@ -20,7 +20,7 @@ from lightning_strategies_ext.failure.failure_report import is_collective_error,
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
-from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import EarlyStopProtocol, StopAgreement, StoreAgreement
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputsController
@@ -53,6 +53,7 @@ class StageContext:
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
+        early_stop: Part for ``trainer.should_stop``; None if the ranks do not agree on it.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
     """
 
@@ -78,6 +79,7 @@ class StageContext:
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
+        self.early_stop: EarlyStopProtocol | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -86,7 +88,7 @@ class StageContext:
         self._requeue: Callable[[], None] | None = None if previous is None else previous._requeue
         self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
         self._must_requeue: bool = previous is not None and previous._must_requeue
-        self._is_interrupted = self._must_stop = False
+        self._is_interrupted = self._must_stop = self._is_stop_agreed = False
         if previous is not None:
             previous._close()
 
@@ -158,7 +160,10 @@ class StageContext:
             self._stop_agreement = self.failure_monitor.start_stop_agreement(is_requested=is_requested)
         else:
             self._stop_agreement = StoreAgreement(self.store, self.rank, self.size, is_requested=is_requested)
-        if self._requeue is not None and (self._is_requeue_requested or self._must_stop):
+        self._is_stop_agreed = False
+        if self.early_stop is not None:
+            self.early_stop.step_record = self._stop_agreement
+        if self._may_continue and (self._is_requeue_requested or self._must_stop):
             self._stop_agreement.request()
 
     def handle_stage_exits(self, *, is_job: bool) -> None:
@@ -221,11 +226,9 @@ class StageContext:
             SIGTERMException: If the ranks have agreed on a SIGTERM.
         """
         assert self._stop_agreement is not None
-        if self._requeue is not None and self._stop_agreement.has_common_step:
-            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
-            self._must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
-            if not any_rank(self._must_stop):
-                self._begin_agreement(is_requested=False)
+        if self._may_continue and self._stop_agreement.has_common_step:
+            self.resolve_decision(any_rank)
+            if not self._is_stop_agreed:
                 return
             if self._must_requeue:
                 self.requeue()
@@ -235,6 +238,28 @@ class StageContext:
         assert self._confirm_sigterm is not None
         self._confirm_sigterm()
         raise SIGTERMException
+
+    def resolve_decision(self, any_rank: Callable[[bool], bool]) -> None:
+        """Finds out what ranks have requested, and begins another agreement unless it was a SIGTERM or an interrupt.
+
+        Collective: all ranks call it, at the point where the agreement stops them. Further calls are no-ops.
+        """
+        assert self._stop_agreement is not None
+        if self._is_stop_agreed or not self._stop_agreement.has_common_step:
+            return
+        if self.early_stop is not None:
+            self.early_stop.resolve()
+        if self._requeue is not None:
+            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
+            self._must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
+        self._is_stop_agreed = any_rank(self._must_stop)
+        if not self._is_stop_agreed:
+            self._begin_agreement(is_requested=False)
+
+    @property
+    def _may_continue(self) -> bool:
+        """Whether ranks may continue after a decision, because it may be for another reason than a SIGTERM."""
+        return self._requeue is not None or self.early_stop is not None
 
     @property
     def must_requeue(self) -> bool:
@@ -316,7 +341,7 @@ class StageContext:
         if self._stop_agreement is not None:
             self._end_stop_agreement()
             # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
-            is_stop = self._requeue is None or self._must_stop
+            is_stop = self._must_stop or (self._requeue is None and self.early_stop is None)
             self.was_stop_requested = self._stop_agreement.is_pending and is_stop
             self._stop_agreement = None
 

@@ -115,10 +115,31 @@ def call_after_epoch(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
     Returns:
         A function that reverts the change.
     """
-    on_advance_end = trainer.fit_loop.on_advance_end
+    return replace_method(trainer.fit_loop, "on_advance_end", _followed(trainer.fit_loop.on_advance_end, then))
 
-    def on_advance_end_before() -> None:
-        on_advance_end()
+
+def call_at_points(trainer: Any, at_point: Callable[[], None]) -> list[Callable[[], None]]:
+    """Calls a function where ``fit`` is about to read ``trainer.should_stop``, which hooks may have set.
+
+    The loops read it before the first step, after an epoch, and after a validation, with which
+    ``FitLoop.on_run_start``, ``FitLoop.on_advance_end``, and ``val_loop.run`` end (2.5 to 2.6). They also read it after
+    a training step, see :func:`.intercept_sigterm`.
+
+    Returns:
+        Functions that revert the change.
+    """
+    fit_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    return [
+        replace_method(fit_loop, "on_run_start", _followed(fit_loop.on_run_start, at_point)),
+        replace_method(fit_loop, "on_advance_end", _followed(fit_loop.on_advance_end, at_point)),
+        replace_method(val_loop, "run", _followed(val_loop.run, at_point)),
+    ]
+
+
+def _followed(method: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    def method_and_then() -> Any:
+        value = method()
         then()
+        return value
 
-    return replace_method(trainer.fit_loop, "on_advance_end", on_advance_end_before)
+    return method_and_then

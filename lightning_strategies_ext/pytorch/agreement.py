@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
 from lightning_strategies_ext.stage_context import StageContext
@@ -39,16 +40,19 @@ def start_agreement(
     stack = context.agreement = ExitStack()
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
         stack.callback(undo)
-    if checks is None:
-        return
-    epoch_checks = EpochChecks(trainer, collectives, device, checks)
+    if checks is not None:
+        epoch_checks = EpochChecks(trainer, collectives, device, checks)
 
-    def compare_after_epoch() -> None:
-        inputs = context.uneven_inputs
-        if inputs is not None and inputs.ends_epochs_together:
-            epoch_checks.compare()
+        def compare_after_epoch() -> None:
+            inputs = context.uneven_inputs
+            if inputs is not None and inputs.ends_epochs_together:
+                epoch_checks.compare()
 
-    stack.callback(trainer_decisions.call_after_epoch(trainer, compare_after_epoch))
+        stack.callback(trainer_decisions.call_after_epoch(trainer, compare_after_epoch))
+    if isinstance(context.early_stop, EarlyStop):
+        stack.callback(context.early_stop.close)
+        for undo in trainer_decisions.call_at_points(trainer, context.early_stop.at_point):
+            stack.callback(undo)
 
 
 def with_reduced_loss(

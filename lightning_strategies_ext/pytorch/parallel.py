@@ -52,6 +52,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import start_agreement
+from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -477,7 +478,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._stage_context.failure_monitor.set_step_source(
                 partial(describe_step, trainer), trainer.default_root_dir
             )
-        confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
+        early_stop = self._stage_context.early_stop = EarlyStop.create(trainer, self._stage_context, self._decide_any)
+        confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step, early_stop)
         requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._stage_context.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
         self._stage_context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
