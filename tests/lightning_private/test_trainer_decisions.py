@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from lightning_strategies_ext._lightning import trainer_decisions
 from tests.lightning_private.trainers import single_process_trainer
@@ -93,3 +94,37 @@ class Decays(MLP):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class SetsShouldStop(Callback):
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop |= self.place == "on_train_start"
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop |= self.place == "on_validation_end"
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop |= self.place == "on_train_epoch_end"
+
+
+@pytest.mark.parametrize("place", ["on_train_start", "on_validation_end", "on_train_epoch_end"])
+def test_a_stop_that_a_hook_has_set_can_be_taken_back_at_a_point(place: str) -> None:
+    trainer = single_process_trainer(callbacks=[SetsShouldStop(place)], val_check_interval=2, num_sanity_val_steps=0)
+    taken_back = []
+
+    def at_point() -> None:
+        taken_back.append(trainer.should_stop)
+        trainer.should_stop = False
+
+    undos = trainer_decisions.call_at_points(trainer, at_point)
+    trainer.fit(MLP(), loader(16), loader(8))
+    assert trainer.global_step == 4
+    # before the first step, after each of two validations, and after the epoch
+    assert taken_back == [place == "on_train_start", *[place == "on_validation_end"] * 2, place == "on_train_epoch_end"]
+    for undo in undos:
+        undo()
+    assert not {"on_run_start", "on_advance_end"} & {*vars(trainer.fit_loop)}
+    assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)

@@ -48,6 +48,11 @@ SET_ON_OBJECTS = {
     ],
     "_lightning.trainer_decisions._share_with_schedulers": [f"{_EPOCH_LOOP}._get_monitor_value"],
     "_lightning.trainer_decisions.call_after_epoch": [f"{_FIT_LOOP}.on_advance_end"],
+    "_lightning.trainer_decisions.call_at_points": [
+        f"{_FIT_LOOP}.on_run_start",
+        f"{_FIT_LOOP}.on_advance_end",
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.run",
+    ],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
     "_lightning.trainer_data.evaluate_without_data": [
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.setup_data",
