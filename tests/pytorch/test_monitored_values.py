@@ -217,9 +217,11 @@ def test_ranks_of_horovod_decide_by_rank_0s_values() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("what", WHATS)
-def test_spawned_workers_decide_by_rank_0s_values(what: str) -> None:
-    with trainer_of("ddp_spawn_ext", what) as trainer:
+@pytest.mark.parametrize(
+    ("strategy", "what"), [*(("ddp_spawn_ext", what) for what in WHATS), ("ddp_spawn_elastic_ext", "plateau")]
+)
+def test_spawned_workers_decide_by_rank_0s_values(strategy: str, what: str) -> None:
+    with trainer_of(strategy, what) as trainer:
         model = LogsPerRank("not synced", what)
         trainer.fit(model, loader(16), loader(16))
         assert trainer.current_epoch == 4
