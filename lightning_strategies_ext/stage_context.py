@@ -343,7 +343,7 @@ class StageContext:
             # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
             is_stop = self._must_stop or (self._requeue is None and self.early_stop is None)
             self.was_stop_requested = self._stop_agreement.is_pending and is_stop
-            self._stop_agreement = None
+            self._stop_agreement = self.early_stop = None
 
     def release_sigterm(self) -> None:
         """Restores the Trainer's own SIGTERM handler. A second call is a no-op."""
@@ -361,7 +361,7 @@ class StageContext:
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self._stop_agreement = self._stage_exit_handler = None
+        self._stop_agreement = self.early_stop = self._stage_exit_handler = None
         self._end_exchange()
 
     def _close(self) -> None:

@@ -63,7 +63,7 @@ def data(rank: int | None) -> DataLoader:
     """Batches of one of two ranks, or of both together."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(NUM_STEPS, 2, 8, 4, generator=generator, dtype=torch.float64)
-    targets = inputs.sum(dim=-1, keepdim=True).sin() * torch.tensor([1.0, 4.0]).view(1, 2, 1, 1)
+    targets = inputs.sum(dim=-1, keepdim=True).sin() * torch.tensor([1.0, -4.0]).view(1, 2, 1, 1)
     chosen = [each.reshape(NUM_STEPS, 16, -1) if rank is None else each[:, rank] for each in (inputs, targets)]
     return DataLoader(TensorDataset(*chosen), batch_size=None)
 
