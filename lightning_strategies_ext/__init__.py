@@ -16,11 +16,13 @@ from lightning_strategies_ext import discovery
 from lightning_strategies_ext.discovery import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_strategies_ext.checks import ChecksOptions as ChecksOptions
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
     from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
+    from lightning_strategies_ext.exceptions import RankDisagreementError as RankDisagreementError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
     from lightning_strategies_ext.exceptions import ResultTransferError as ResultTransferError
     from lightning_strategies_ext.exceptions import TooFewRanksError as TooFewRanksError
@@ -69,9 +71,11 @@ _EXPORTS = {
     "LocalSGD": "lightning_strategies_ext.torch_distributed.compression.config",
     "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.config",
     "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
+    "ChecksOptions": "lightning_strategies_ext.checks",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",
+    "RankDisagreementError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",
     "ResultTransferError": "lightning_strategies_ext.exceptions",
     "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",

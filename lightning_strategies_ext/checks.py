@@ -1,7 +1,56 @@
-"""Checks of the types of arguments."""
+"""Checks of the types of arguments, and options of the checks during training."""
 
 import sys
+from dataclasses import dataclass
 from typing import Any
+
+#: Fields that ranks compare after each training epoch: of parameter groups, and of the whole training.
+GROUP_FIELDS = ("lr", "weight_decay", "momentum")
+TRAINING_FIELDS = ("optimizer_steps", "sampler_seed")
+
+
+@dataclass(frozen=True)
+class ChecksOptions:
+    """Options of the checks that ranks agree during ``fit``.
+
+    Args:
+        excluded_fields: Fields that may differ between ranks: "lr", "weight_decay", and "momentum" of parameter groups,
+            "optimizer_steps" (their number), and "sampler_seed". Ranks compare the other fields after each epoch.
+
+    Raises:
+        TypeError: If ``excluded_fields`` is no sequence of strings.
+        ValueError: If a field is unknown.
+
+    Example::
+
+        # each rank has a learning rate of its own
+        DDPStrategy(checks=ChecksOptions(excluded_fields=("lr",)))
+    """
+
+    excluded_fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.excluded_fields
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"`excluded_fields` must be a tuple of names, got {names!r}.")
+        for name in names:
+            if name not in (*GROUP_FIELDS, *TRAINING_FIELDS):
+                known = ", ".join((*GROUP_FIELDS, *TRAINING_FIELDS))
+                raise ValueError(f"`excluded_fields={names!r}`: the field {name!r} is unknown. Use some of {known}.")
+        object.__setattr__(self, "excluded_fields", tuple(names))
+
+
+def check_checks(checks: Any) -> ChecksOptions:
+    """Returns the argument ``checks`` of a strategy, or the default options if it is None.
+
+    Raises:
+        TypeError: If the value has another type.
+    """
+    if checks is None:
+        return ChecksOptions()
+    if not isinstance(checks, ChecksOptions):
+        raise TypeError(f"`checks` must be a ChecksOptions, got {checks!r}.")
+    return checks
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:

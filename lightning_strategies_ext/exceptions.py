@@ -16,6 +16,10 @@ class ModelMismatchError(ValueError):
     """The ranks have different models; the message contains the first difference. Raised on every rank."""
 
 
+class RankDisagreementError(RuntimeError):
+    """The ranks have different values of what must be equal; the message contains the values. Raised on every rank."""
+
+
 class RankFailedError(RuntimeError):
     """Another rank has failed, so this rank stops; the message contains the rank, its step, and the reason.
 

@@ -23,7 +23,7 @@ from lightning_strategies_ext.failure.failure_report import is_collective_error,
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
-from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import EarlyStopProtocol, StopAgreement, StoreAgreement
 from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputs, UnevenInputsController
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
@@ -64,6 +64,8 @@ class StageContext:
         parameter_tracker: Part of the gradient exchange that follows added parameters; None outside ``fit``.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
+        agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
+        early_stop: Part for ``trainer.should_stop``; None if the ranks do not agree on it.
         must_requeue: Whether all ranks have agreed to requeue the job, and have not done so yet.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
     """
@@ -90,6 +92,8 @@ class StageContext:
         self.parameter_tracker: ParameterTracker | None = None
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
+        self.agreement: ExitStack | None = None
+        self.early_stop: EarlyStopProtocol | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -98,7 +102,7 @@ class StageContext:
         self._requeue: Callable[[], None] | None = None if previous is None else previous._requeue
         self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
         self.must_requeue: bool = previous is not None and previous.must_requeue
-        self._is_interrupted = self._must_stop = False
+        self._is_interrupted = self._must_stop = self._is_stop_agreed = False
         if previous is not None:
             previous._close()
 
@@ -182,14 +186,17 @@ class StageContext:
         self._begin_agreement(is_requested=is_requested)
 
     def _begin_agreement(self, *, is_requested: bool) -> None:
-        self._end_agreement()
+        self._end_stop_agreement()
         if self.store is None:
             self._stop_agreement = StopAgreement(is_requested=is_requested)
         elif self.failure_monitor is not None and self._name is None:
             self._stop_agreement = self.failure_monitor.start_stop_agreement(is_requested=is_requested)
         else:
             self._stop_agreement = StoreAgreement(self.store, self.rank, self.size, is_requested=is_requested)
-        if self._requeue is not None and (self._is_requeue_requested or self._must_stop):
+        self._is_stop_agreed = False
+        if self.early_stop is not None:
+            self.early_stop.step_record = self._stop_agreement
+        if self._may_continue and (self._is_requeue_requested or self._must_stop):
             self._stop_agreement.request()
 
     def handle_stage_exits(self, *, is_job: bool) -> None:
@@ -265,11 +272,9 @@ class StageContext:
             SIGTERMException: If the ranks have agreed on a SIGTERM.
         """
         assert self._stop_agreement is not None
-        if self._requeue is not None and self._stop_agreement.has_common_step:
-            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
-            self.must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
-            if not any_rank(self._must_stop):
-                self._begin_agreement(is_requested=False)
+        if self._may_continue and self._stop_agreement.has_common_step:
+            self.resolve_decision(any_rank)
+            if not self._is_stop_agreed:
                 return
             if self.must_requeue:
                 self.requeue()
@@ -279,6 +284,28 @@ class StageContext:
         assert self._confirm_sigterm is not None
         self._confirm_sigterm()
         raise SIGTERMException
+
+    def resolve_decision(self, any_rank: Callable[[bool], bool]) -> None:
+        """Finds out what ranks have requested, and begins another agreement unless it was a SIGTERM or an interrupt.
+
+        Collective: all ranks call it, at the point where the agreement stops them. Further calls are no-ops.
+        """
+        assert self._stop_agreement is not None
+        if self._is_stop_agreed or not self._stop_agreement.has_common_step:
+            return
+        if self.early_stop is not None:
+            self.early_stop.resolve()
+        if self._requeue is not None:
+            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
+            self.must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
+        self._is_stop_agreed = any_rank(self._must_stop)
+        if not self._is_stop_agreed:
+            self._begin_agreement(is_requested=False)
+
+    @property
+    def _may_continue(self) -> bool:
+        """Whether ranks may continue after a decision, because it may be for another reason than a SIGTERM."""
+        return self._requeue is not None or self.early_stop is not None
 
     def requeue(self) -> None:
         """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
@@ -353,11 +380,11 @@ class StageContext:
             self.failure_monitor.finish_stage()
         self._end_exchange()
         if self._stop_agreement is not None:
-            self._end_agreement()
+            self._end_stop_agreement()
             # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
-            is_stop = self._requeue is None or self._must_stop
+            is_stop = self._must_stop or (self._requeue is None and self.early_stop is None)
             self.was_stop_requested = self._stop_agreement.is_pending and is_stop
-            self._stop_agreement = None
+            self._stop_agreement = self.early_stop = None
 
     def release_sigterm(self) -> None:
         """Restores the Trainer's own SIGTERM handler. A second call is a no-op."""
@@ -375,20 +402,28 @@ class StageContext:
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self._stop_agreement = self._stage_exit_handler = None
+        self._stop_agreement = self.early_stop = self._stage_exit_handler = None
         self._end_exchange()
 
     def _close(self) -> None:
         # A stage that ended with an exception may have left these open.
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
-        self._end_agreement()
+        self.end_agreement()
+        self._end_stop_agreement()
 
-    def _end_agreement(self) -> None:
+    def _end_stop_agreement(self) -> None:
         if self._stop_agreement is not None:
             self._stop_agreement.close()
 
+    def end_agreement(self) -> None:
+        """Restores the callbacks and loops that decide like those of other ranks. A second call is a no-op."""
+        if self.agreement is not None:
+            self.agreement.close()
+        self.agreement = None
+
     def _end_exchange(self) -> None:
+        self.end_agreement()
         for part in (self.uneven_inputs, self.gradient_exchange, self.evaluation):
             if part is not None:
                 part.close()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import (
@@ -13,8 +13,36 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 
 
+class StepRecord(Protocol):
+    """Object in which the training loop records the ends of steps, without a call.
+
+    Attributes:
+        position: Number of training steps, and a number that increases by :attr:`point` with each end of a step.
+        point: See :attr:`position`.
+        is_agreeing: Whether the loop calls a function after the step.
+    """
+
+    position: tuple[int, int]
+    point: int
+    is_agreeing: bool
+
+
+class StepRecordOwner(Protocol):
+    """Owner of the current record."""
+
+    @property
+    def step_record(self) -> StepRecord | None:
+        """The record; None if the ends of steps are not recorded."""
+
+    def after_train_step(self) -> None:
+        """Called after a training step, before a validation, if ``trainer.should_stop`` or the record requires it."""
+
+
 def intercept_sigterm(
-    trainer: Any, on_signal: Callable[[], None], before_train_step: Callable[[], None]
+    trainer: Any,
+    on_signal: Callable[[], None],
+    before_train_step: Callable[[], None],
+    owner: StepRecordOwner | None = None,
 ) -> Callable[[], None]:
     """Replaces Lightning's SIGTERM handling by this package's stop agreement.
 
@@ -31,6 +59,7 @@ def intercept_sigterm(
         trainer: The Trainer.
         on_signal: Function that is called in the signal handler, in the main thread.
         before_train_step: Function that is called before each training step; may raise to end the run.
+        owner: Owner of the record of the ends of steps, if they are recorded.
 
     Returns:
         A function that sets ``trainer.received_sigterm`` to True, after the ranks have agreed to stop.
@@ -42,6 +71,15 @@ def intercept_sigterm(
     def advance_after_agreement(data_fetcher: Any) -> None:
         before_train_step()
         advance(data_fetcher)
+        # No function call, because this runs in every step.
+        if owner is None or owner.step_record is None:
+            return
+        record = owner.step_record
+        if not trainer.should_stop:
+            train, within = record.position
+            record.position = train, within + record.point  # first, so that a vote from here on contains it
+        if trainer.should_stop or record.is_agreeing:
+            owner.after_train_step()
 
     def handle_sigterm(signum: int, frame: Any) -> None:
         on_signal()  # first: a write to a stream that the signal has interrupted can raise an error

@@ -11,6 +11,9 @@ requested a stop:
 2. When all ranks have voted, the highest of these steps is the last step. Ranks that are behind complete it, so that no
    rank waits alone in a collective, and all ranks stop before the next step.
 
+Where training ends early (``trainer.should_stop``), ranks also stop at points between steps: the end of a training
+step, of a validation, and of an epoch. A rank records them like steps.
+
 Limitation: a rank whose peer has exited stops without an agreement after :data:`DECISION_TIMEOUT_S`.
 """
 
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
@@ -42,6 +46,9 @@ _READ_POLL_INTERVAL_S = 0.02
 #: Seconds that the exit of a process waits for an abandoned thread, which may wait for an unavailable store.
 THREAD_EXIT_TIMEOUT_S = 2.0
 _REQUESTED = "requested"
+#: Difference between the second numbers of two points between steps: more than a validation has steps, so that ranks
+#: with different numbers of evaluation steps record the same points.
+POINT = 10**9
 
 
 class StopAgreement:
@@ -51,16 +58,24 @@ class StopAgreement:
         number: Identifier of the agreement among those of the same ranks.
         is_requested: Whether the ranks know before the first step that they have to stop; the same on all ranks.
         notify: Callable that wakes the thread that sends this rank's vote; None for a rank without peers.
+
+    Attributes:
+        position: Last step or point that this rank has started or passed: the number of training steps, and a number
+            that increases with evaluation steps and points. Only the training thread writes it.
+        point: Difference between the second numbers of two points.
+        is_agreeing: Whether this rank has voted, and starts no step before the decision.
     """
+
+    point = POINT
 
     def __init__(
         self, number: AgreementId = (0, 0), *, is_requested: bool = False, notify: Callable[[], None] | None = None
     ) -> None:
         self._number = number
         self._wake = notify
-        self._requested = self._agreeing = is_requested
+        self._requested = self.is_agreeing = is_requested
         self._has_stopped = False
-        self._step: StepIndex = (0, 0)
+        self.position: StepIndex = (0, 0)
         self._last_step: StepIndex | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
@@ -86,13 +101,29 @@ class StopAgreement:
         if self._wake is not None:
             self._wake()
 
+    def request_here(self) -> None:
+        """Requests that all ranks stop; this rank starts no step before the decision. Not for a signal handler."""
+        with self._lock:
+            self.is_agreeing = True
+        self.request()
+
+    def must_stop_at_point(self, *, is_recorded: bool = False) -> bool:
+        """Records that this rank passes a point between steps; returns True if it has to stop at the point instead.
+
+        Args:
+            is_recorded: Whether the training loop has recorded the point in :attr:`position`. A decision to stop at the
+                point is then still possible, because the loop asks after it has recorded the point.
+        """
+        train, within = self.position
+        return self._must_stop_before((train, within if is_recorded else (within // POINT + 1) * POINT))
+
     def must_stop_before_train_step(self) -> bool:
         """Records that this rank starts a training step; returns True if it has to stop instead."""
-        return self._must_stop_before((self._step[0] + 1, 0))
+        return self._must_stop_before((self.position[0] + 1, 0))
 
     def must_stop_before_evaluation_step(self) -> bool:
         """Records that this rank starts a validation, test, or predict step; returns True if it has to stop instead."""
-        return self._must_stop_before((self._step[0], self._step[1] + 1))
+        return self._must_stop_before((self.position[0], self.position[1] + 1))
 
     def close(self) -> None:
         """Ends this rank's part. A second call is a no-op."""
@@ -117,7 +148,7 @@ class StopAgreement:
     def vote(self) -> StopVote:
         """Returns this rank's vote."""
         is_over = self._is_closed
-        return StopVote(self._number, self._requested, self._step if self._agreeing or is_over else None, is_over)
+        return StopVote(self._number, self._requested, self.position if self.is_agreeing or is_over else None, is_over)
 
     def receive(self, decision: StopDecision | None) -> None:
         """Receives the newest decision, which may be of another agreement; None if no rank has requested a stop."""
@@ -126,7 +157,7 @@ class StopAgreement:
         if not self._is_closed and (decision is not None or self._requested):
             self._requested = True
             with self._lock:
-                self._agreeing = True
+                self.is_agreeing = True
         if decision is not None and decision.last_step is not None and not self._decided.is_set():
             self._last_step = decision.last_step
             self._decided.set()
@@ -137,23 +168,36 @@ class StopAgreement:
 
     def _is_after_last(self, step: StepIndex) -> bool:
         if self._wake is None:
-            self._step = step
+            self.position = step
             return self._requested
         with self._lock:
-            if not self._agreeing:
-                self._step = step
+            if not self.is_agreeing:
+                self.position = step
                 return False
         if not self._decided.wait(DECISION_TIMEOUT_S):
             text = "Process %d stops without an agreement: the other ranks did not vote within %s s."
             log.warning(text, os.getpid(), DECISION_TIMEOUT_S)
             return True
         if self._last_step is None and self._is_abandoned:
-            self._step = step
+            self.position = step
             return False
         if self._last_step is None or step > self._last_step:
             return True
-        self._step = step
+        self.position = step
         return False
+
+
+class EarlyStopProtocol(Protocol):
+    """Part that makes all ranks stop where ``trainer.should_stop`` is set on one.
+
+    Attributes:
+        step_record: The current agreement.
+    """
+
+    step_record: StopAgreement | None
+
+    def resolve(self) -> None:
+        """Finds out whether a rank has requested it. Collective: all ranks call it at the point of a decision."""
 
 
 def newest_decision(decisions: Iterable[StopDecision | None]) -> StopDecision | None:
@@ -223,7 +267,7 @@ class StoreAgreement(StopAgreement):
                 self._poll()
         except Exception as error:  # the store has exited with rank 0: the other ranks cannot vote any more
             log.debug("rank %d stops polling for a stop: %s", self._rank, error)
-            self._agreeing |= self._requested
+            self.is_agreeing |= self._requested
             self._decided.set()
 
     def _poll(self) -> None:

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
@@ -39,6 +40,7 @@ from lightning_strategies_ext.launch.script_launcher import ScriptLauncher
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.lightning_names import PACKAGE
+from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit, check_precision
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -81,6 +83,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
             ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
@@ -118,6 +121,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
         compression: compressions.CompressionName | compressions.Compression | None = None,
+        checks: ChecksOptions | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(uneven_inputs)
@@ -132,7 +136,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
         self._gradient_sync.check_compatible(kwargs, joins_uneven_inputs=uneven_inputs == "join")
         plugins = cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout)
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend
@@ -326,6 +330,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, and returns its result; with local SGD, also averages its parameters once per period."""
+        if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+            closure = with_reduced_loss(closure, lambda: self._active_collectives, "mean")
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
         for after_optimizer_step in self._features.after_optimizer_step:
@@ -333,6 +339,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._observer is not None and self._gradient_sync.model_averaging_argument is not None:
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
+
+    @property
+    @override
+    def _epoch_checks(self) -> ChecksOptions | None:
+        is_averaged = self._gradient_sync.model_averaging_argument is not None
+        exchanges_among_some = any(self._ddp_kwargs.get(name) is not None for name in ("process_group", "device_mesh"))
+        return None if is_averaged or exchanges_among_some else super()._epoch_checks
 
     # --- evaluation, checkpoints ---
 

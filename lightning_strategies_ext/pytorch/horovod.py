@@ -19,12 +19,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Store
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
@@ -44,6 +44,7 @@ from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_layer_sync
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
@@ -80,6 +81,7 @@ class HorovodStrategy(ParallelStrategy):
             With None, ranks wait indefinitely.
         broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
             each rank trains with its own buffers, and receives rank 0's before each evaluation and checkpoint.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
@@ -114,6 +116,7 @@ class HorovodStrategy(ParallelStrategy):
         commit_every_n_steps: int | None = None,
         hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
+        checks: ChecksOptions | None = None,
     ) -> None:
         self._options = HorovodExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
@@ -130,7 +133,7 @@ class HorovodStrategy(ParallelStrategy):
         if launch is not None:
             launching.set_rank_zero_only_rank(launch.rank)
         super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, hang_timeout
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, hang_timeout, checks
         )
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate = scale_learning_rate
@@ -351,6 +354,9 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, and returns its result; with Adasum, combines the steps of all ranks."""
         if self._deltas is None:
+            if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+                reduce_op = "sum" if self._options.op == "sum" else "mean"
+                closure = with_reduced_loss(closure, lambda: self._active_collectives, reduce_op)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._deltas.around_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -372,6 +378,11 @@ class HorovodStrategy(ParallelStrategy):
         # Not in `save_checkpoint`, which a single rank may call.
         if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._broadcast_buffers(is_known_to_match=False)
+
+    @property
+    @override
+    def _epoch_checks(self) -> ChecksOptions | None:
+        return None if self._options.process_set is not None else super()._epoch_checks
 
     # --- teardown ---
 

@@ -24,6 +24,7 @@ from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import samplers, trainer_data, trainer_signals, trainer_stages, user_modules
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
+from lightning_strategies_ext.checks import ChecksOptions, check_checks
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.elastic.arguments import elastic_class_of
@@ -34,6 +35,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.agreement import start_agreement
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import StageContext
@@ -62,6 +64,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
             ranks then exit with an error that contains their stacks. With None, only the timeout of the backend
             applies.
+        checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -87,8 +90,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
+        checks: ChecksOptions | None = None,
     ) -> None:
         self._hang_timeout_s = arguments.check_hang_timeout(hang_timeout)
+        self._checks = check_checks(checks)
         arguments.check_plugins(accelerator, cluster_environment, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
@@ -369,8 +374,15 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         if is_requested is None:
             is_requested = self._decide_any(self._stage_context.was_stop_requested)
-        hooks = self._on_sigterm, lambda: self._stage_context.request_requeue(), self._before_train_step
-        start_stop_agreement(self._stage_context, trainer, *hooks, is_requested=is_requested)
+        context = self._stage_context
+        hooks = self._on_sigterm, lambda: context.request_requeue(), self._before_train_step
+        start_stop_agreement(context, trainer, *hooks, self._decide_any, is_requested=is_requested)
+        start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, self._epoch_checks)
+
+    @property
+    def _epoch_checks(self) -> ChecksOptions | None:
+        """Options of the checks after each epoch; None if the models of the ranks differ on purpose."""
+        return self._checks
 
     def _on_sigterm(self) -> None:
         self._stage_context.request_stop()

@@ -1,4 +1,4 @@
-"""Stops of all ranks before the same step, after a SIGTERM or SLURM's signal to requeue the job on any rank.
+"""Stops of all ranks before the same step, after a SIGTERM, SLURM's signal to requeue the job, or an early stop.
 
 :mod:`lightning_strategies_ext.stage_context` makes the agreement. This module connects it to the signal handlers and
 the training loop of a Trainer.
@@ -10,6 +10,7 @@ from functools import partial
 import lightning.pytorch as pl
 
 from lightning_strategies_ext._lightning import trainer_signals
+from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.stage_context import StageContext
 
 
@@ -19,6 +20,7 @@ def start_stop_agreement(
     on_sigterm: Callable[[], None],
     on_requeue: Callable[[], None],
     before_train_step: Callable[[], None],
+    any_rank: Callable[[bool], bool],
     *,
     is_requested: bool,
 ) -> None:
@@ -30,11 +32,13 @@ def start_stop_agreement(
         on_sigterm: Called in the signal handler.
         on_requeue: Called in the handler of SLURM's signal.
         before_train_step: Called before each training step; raises an exception if the ranks have agreed to stop.
+        any_rank: Collective that returns whether its argument is True on any rank.
         is_requested: Whether the ranks know already that they have to stop.
     """
     if context.failure_monitor is not None:
         context.failure_monitor.set_step_source(partial(describe_step, trainer), trainer.default_root_dir)
-    confirm = trainer_signals.intercept_sigterm(trainer, on_sigterm, before_train_step)
+    context.early_stop = EarlyStop.create(trainer, context, any_rank)
+    confirm = trainer_signals.intercept_sigterm(trainer, on_sigterm, before_train_step, context.early_stop)
     requeue = trainer_signals.intercept_requeueing(trainer, on_requeue)
     release = partial(trainer_signals.release_sigterm, trainer)
     context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)

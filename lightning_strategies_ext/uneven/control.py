@@ -78,6 +78,9 @@ class UnevenInputsController:
         world_size: Number of ranks.
         device: Device of the few numbers that ranks exchange.
 
+    Attributes:
+        ends_epochs_together: Whether all ranks end each epoch together, or raise; False if that is not checked.
+
     Raises:
         UnevenInputsError: By any method, if ranks run out at different batches in mode "error", or if the mode cannot
             be applied.
@@ -107,7 +110,7 @@ class UnevenInputsController:
         self._arranged: Any = None  # the fetcher that was last examined, or its replacement
         self._batch = CurrentBatch()
         self._finish_transfer: Callable[[], Tensor] | None = None
-        self._is_in_step = False
+        self._is_in_step = self.ends_epochs_together = False
         self._leaving = ExitStack()
         self._leaving.callback(trainer_data.after_setup_data(trainer, self._arrange))
 
@@ -249,6 +252,7 @@ class UnevenInputsController:
         else:
             self._lengths = [inf] * self._world_size
             self._look_ahead(fetcher, gathered[:, 0])
+        self.ends_epochs_together = bool(gathered[:, 1].all()) or self._fetcher is not None
 
     def _seeds_of_order(self, loader: Any) -> list[int]:
         """Returns the seed of a DataLoader's sampler, if the sampler shuffles and shards samples; otherwise nothing."""

@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_strategies_ext.failure.rank_status import StopDecision, StopVote
-from lightning_strategies_ext.failure.stop_agreement import decide_last_step
+from lightning_strategies_ext.failure.stop_agreement import POINT, StopAgreement, decide_last_step
 from tests.support.models import fit
 from tests.support.ranks import outcomes_of_ranks
 
@@ -51,6 +51,50 @@ def test_a_decision_stands_until_all_ranks_have_stopped():
         {0: StopVote(SECOND, True, (0, 0)), 1: StopVote(SECOND, True, (2, 0))}, before
     ) == StopDecision(SECOND, (2, 0))
     assert decide_last_step({0: StopVote(SECOND), 1: StopVote(SECOND)}, before) is None
+
+
+def agreement_at(*steps: str) -> StopAgreement:
+    """Returns the agreement of a rank that has started and passed some steps and points."""
+    agreement = StopAgreement(FIRST, notify=lambda: None)
+    for step in steps:
+        assert not getattr(agreement, f"must_stop_{step}")()
+    return agreement
+
+
+TRAIN, EVALUATION, AT_POINT = "before_train_step", "before_evaluation_step", "at_point"
+
+
+def test_points_have_equal_numbers_whatever_the_number_of_evaluation_steps():
+    assert agreement_at(TRAIN, AT_POINT, EVALUATION).position == (1, POINT + 1)
+    for num_steps in (0, 1, 5):
+        assert agreement_at(TRAIN, AT_POINT, *[EVALUATION] * num_steps, AT_POINT).position == (1, 2 * POINT)
+    assert agreement_at(TRAIN, AT_POINT, TRAIN).position == (2, 0)
+
+
+def test_a_request_of_the_training_thread_is_a_vote_for_its_last_point():
+    agreement = agreement_at(TRAIN, AT_POINT)
+    agreement.request_here()
+    assert agreement.vote() == StopVote(FIRST, True, (1, POINT))
+    agreement.receive(StopDecision(FIRST, (1, POINT)))
+    assert agreement.must_stop_at_point()
+    assert agreement.must_stop_before_train_step()
+    later = agreement_at(TRAIN)
+    later.request_here()
+    later.receive(StopDecision(FIRST, (2, 0)))  # another rank has started the second step
+    assert not later.must_stop_at_point()
+    assert not later.must_stop_before_train_step()
+    assert later.must_stop_at_point()
+
+
+@pytest.mark.parametrize(("last_step", "must_stop"), [((1, 0), True), ((1, POINT), False)])
+def test_a_rank_that_has_recorded_a_point_may_still_stop_there(last_step, must_stop):
+    agreement = agreement_at(TRAIN)
+    agreement.position = 1, POINT
+    agreement.receive(StopDecision(FIRST))
+    assert agreement.is_agreeing
+    agreement.receive(StopDecision(FIRST, last_step))
+    assert agreement.must_stop_at_point(is_recorded=True) == must_stop
+    assert agreement.position == (1, POINT)
 
 
 LAST = 2

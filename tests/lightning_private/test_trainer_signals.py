@@ -219,3 +219,42 @@ def test_from_a_checkpoint_of_a_validation_the_whole_of_it_is_run_again(tmp_path
         trainer.fit(model, loader(), loader(num_samples=20), ckpt_path=ckpt_path)
         assert model.validated == list(range(5)), num_times
         assert trainer.callback_metrics["val_loss"] == 2
+
+
+class Owner:
+    """Records the ends of steps in itself."""
+
+    point = 100
+
+    def __init__(self, agrees_at: int) -> None:
+        self.position, self.is_agreeing, self.agrees_at = (7, 0), False, agrees_at
+        self.seen: list[tuple[int, int]] = []
+
+    @property
+    def step_record(self) -> "Owner":
+        self.is_agreeing = len(self.seen) >= 1 or self.position[1] + self.point == self.agrees_at
+        return self
+
+    def after_train_step(self) -> None:
+        self.seen.append(self.position)
+
+
+def test_the_end_of_a_step_is_recorded_unless_should_stop_is_set() -> None:
+    trainer, owner = single_process_trainer(limit_train_batches=4), Owner(agrees_at=300)
+
+    def before_train_step() -> None:
+        assert owner.position == (7, trainer.global_step * 100)
+
+    trainer_signals.intercept_sigterm(trainer, Record(), before_train_step, owner)
+    trainer.fit(MLP(), loader())
+    assert owner.seen == [(7, 300), (7, 400)]
+    trainer, owner = single_process_trainer(callbacks=[StopsInTheSecondStep()]), Owner(agrees_at=0)
+    trainer_signals.intercept_sigterm(trainer, Record(), Record(), owner)
+    trainer.fit(MLP(), loader())
+    assert trainer.global_step == 2
+    assert owner.seen == [(7, 100)]
+
+
+class StopsInTheSecondStep(Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 1

@@ -8,6 +8,7 @@ from tests.overrides.sources import renamed
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
+_EARLY_STOPPING = "lightning.pytorch.callbacks.early_stopping:EarlyStopping"
 _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 _FABRIC_DDP = "lightning.fabric.strategies.ddp:DDPStrategy"
 _OVERRIDES = "lightning.pytorch.overrides.distributed"
@@ -37,6 +38,20 @@ SET_ON_OBJECTS = {
     "_lightning.strategy_parts.surround_stages_on_one_device": [
         "lightning.pytorch.strategies.strategy:Strategy.setup_environment",
         "lightning.pytorch.strategies.strategy:Strategy.teardown",
+    ],
+    "_lightning.trainer_decisions._share_with_checkpoint": [
+        "lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint._monitor_candidates"
+    ],
+    "_lightning.trainer_decisions._share_with_early_stopping": [
+        f"{_EARLY_STOPPING}._run_early_stopping_check",
+        f"{_EARLY_STOPPING}._validate_condition_metric",
+    ],
+    "_lightning.trainer_decisions._share_with_schedulers": [f"{_EPOCH_LOOP}._get_monitor_value"],
+    "_lightning.trainer_decisions.call_after_epoch": [f"{_FIT_LOOP}.on_advance_end"],
+    "_lightning.trainer_decisions.call_at_points": [
+        f"{_FIT_LOOP}.on_run_start",
+        f"{_FIT_LOOP}.on_advance_end",
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.run",
     ],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
     "_lightning.trainer_data.evaluate_without_data": [

@@ -1,0 +1,77 @@
+"""Agreement between ranks during ``fit``: what ranks decide alike, and what they compare. See ``docs/agreement.md``."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_strategies_ext._lightning import trainer_decisions
+from lightning_strategies_ext.checks import ChecksOptions
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.pytorch.early_stop import EarlyStop
+from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
+from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
+from lightning_strategies_ext.stage_context import StageContext
+
+
+def start_agreement(
+    trainer: "pl.Trainer",
+    context: StageContext,
+    collectives: Callable[[], Collectives],
+    device: torch.device,
+    checks: ChecksOptions | None,
+) -> None:
+    """Makes the ranks of a ``fit`` agree until they leave the stage context. A no-op in other stages.
+
+    Args:
+        trainer: The Trainer.
+        context: Stage context of this rank.
+        collectives: Function that returns the collectives of this rank, which are local after a failure.
+        device: Device of this rank.
+        checks: Options of the checks after each epoch; None if the models of the ranks differ on purpose.
+    """
+    context.end_agreement()
+    if context.size == 1 or trainer.state.fn != TrainerFn.FITTING:
+        return
+    stack = context.agreement = ExitStack()
+    for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
+        stack.callback(undo)
+    if checks is not None:
+        epoch_checks = EpochChecks(trainer, collectives, device, checks)
+
+        def compare_after_epoch() -> None:
+            inputs = context.uneven_inputs
+            if inputs is not None and inputs.ends_epochs_together:
+                epoch_checks.compare()
+
+        stack.callback(trainer_decisions.call_after_epoch(trainer, compare_after_epoch))
+    if isinstance(context.early_stop, EarlyStop):
+        stack.callback(context.early_stop.close)
+        for undo in trainer_decisions.call_at_points(trainer, context.early_stop.at_point):
+            stack.callback(undo)
+
+
+def with_reduced_loss(
+    closure: Callable[[], Any], collectives: Callable[[], Collectives], reduce_op: str
+) -> Callable[[], Any]:
+    """Returns a closure whose loss is reduced over ranks, for an optimizer that decides by the loss.
+
+    ``torch.optim.LBFGS`` evaluates the closure until the loss and the gradients satisfy a condition. The gradients are
+    equal on all ranks; with losses of their own, ranks would call the closure, and thereby the exchange of gradients,
+    different numbers of times. The loss that the closure stores, for ``self.log``, stays this rank's.
+
+    Args:
+        closure: Closure that the Trainer or the user passes to ``optimizer.step``.
+        collectives: Function that returns the collectives of this rank.
+        reduce_op: Reduction of the gradients, "mean" or "sum".
+    """
+
+    def reduced() -> Any:
+        loss = closure()
+        return collectives().reduce(loss.detach().clone(), None, reduce_op) if isinstance(loss, Tensor) else loss
+
+    return reduced

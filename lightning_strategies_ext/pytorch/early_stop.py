@@ -1,0 +1,81 @@
+"""Early stop: where user code sets ``trainer.should_stop`` on one rank, all ranks stop before the same step.
+
+With Lightning's ``ddp``, the loops of that rank end, and the other ranks wait for it. Here it requests a stop agreement
+(:mod:`...failure.stop_agreement`) at the next *point*: the end of a training step, of a validation, of an epoch, or of
+the hooks before the first step. At such points, and before steps, the loops read ``trainer.should_stop``.
+
+- If no rank has passed the point yet, all ranks stop there. This is so if all ranks set it in the same step, as
+  ``EarlyStopping`` and ``Timer`` do: training ends exactly where it ends with Lightning's ``ddp``.
+- Otherwise ranks continue to the first point or step that no rank has passed, and the attribute is False until then.
+
+At that point the attribute becomes True on all ranks, and Lightning's loops stop: not before ``min_epochs`` and
+``min_steps``, and after the validation that they run first. A step without a request costs no function call and no
+message.
+"""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import Self
+
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement
+from lightning_strategies_ext.stage_context import StageContext
+
+
+class EarlyStop:
+    """Makes the ranks of a ``fit`` agree on ``trainer.should_stop``.
+
+    Args:
+        trainer: The Trainer.
+        context: Stage context of this rank.
+        any_rank: Collective that returns whether its argument is True on any rank.
+
+    Attributes:
+        step_record: The current stop agreement, in which the training loop records the ends of steps.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", context: StageContext, any_rank: Callable[[bool], bool]) -> None:
+        self._trainer = trainer
+        self._context = context
+        self._any_rank = any_rank
+        self._is_requested = self._is_agreed = False
+        self.step_record: StopAgreement | None = None
+
+    @classmethod
+    def create(cls, trainer: "pl.Trainer", context: StageContext, any_rank: Callable[[bool], bool]) -> Self | None:
+        """Returns the object; None outside of ``fit``, for one rank, and in elastic training."""
+        is_used = trainer.state.fn == TrainerFn.FITTING and context.size > 1 and context.failure_monitor is not None
+        return cls(trainer, context, any_rank) if is_used else None
+
+    def at_point(self) -> None:
+        """Called at a point, except the end of a training step."""
+        self._pass(is_recorded=False)
+
+    def after_train_step(self) -> None:
+        """Called at the end of a training step if the attribute is set, or this rank has voted."""
+        self._pass(is_recorded=not self._trainer.should_stop)
+
+    def resolve(self) -> None:
+        """Sets the attribute on all ranks if a rank has requested it. Collective: all ranks call it at one point."""
+        if self._any_rank(self._is_requested and not self._is_agreed):
+            self._trainer.should_stop = self._is_requested = self._is_agreed = True
+
+    def close(self) -> None:
+        """Sets the attribute again if the stage has ended before all ranks have stopped."""
+        if self._is_requested:
+            self._trainer.should_stop = True
+
+    def _pass(self, *, is_recorded: bool) -> None:
+        trainer, agreement = self._trainer, self.step_record
+        if agreement is None:
+            return
+        if self._is_agreed and not trainer.should_stop:  # the user, or the learning rate finder, has reset it
+            self._is_requested = self._is_agreed = False
+        if trainer.should_stop and not self._is_requested:
+            self._is_requested = True
+            agreement.request_here()
+        if agreement.must_stop_at_point(is_recorded=is_recorded):
+            self._context.resolve_decision(self._any_rank)
+        if self._is_requested:
+            trainer.should_stop = self._is_agreed
