@@ -16,6 +16,13 @@ class ModelMismatchError(ValueError):
     """The ranks have different models; the message contains the first difference. Raised on every rank."""
 
 
+class LoggedKeysError(ValueError):
+    """The ranks log different keys with ``sync_dist=True``; the message names the keys, the ranks, and the lines.
+
+    Raised on every rank.
+    """
+
+
 class RankFailedError(RuntimeError):
     """Another rank has failed, so this rank stops; the message contains the rank, its step, and the reason.
 

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext._lightning import strategy_parts, user_modules
 from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -402,7 +402,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             user_modules.move_optimizers(self.optimizers, self.root_device)
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._features.attach(inner)
-        trainer_logging.skip_needless_moves(trainer)
+        self._prepare_logging(trainer)
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:

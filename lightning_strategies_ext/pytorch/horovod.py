@@ -24,7 +24,7 @@ from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, barrier_name, check_not_interactive
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
@@ -302,7 +302,7 @@ class HorovodStrategy(ParallelStrategy):
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
         self._metrics = MetricSync(lambda: self.collectives)
-        trainer_logging.skip_needless_moves(trainer)
+        self._prepare_logging(trainer)
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:

@@ -28,6 +28,7 @@ from typing_extensions import Self, override
 from lightning_strategies_ext._lightning import (
     samplers,
     trainer_data,
+    trainer_logging,
     trainer_signals,
     trainer_stages,
     user_modules,
@@ -50,6 +51,7 @@ from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.logged_values import LoggedValues
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -126,6 +128,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             precision_plugin=precision_plugin,
         )
         self._stage_context = StageContext(self._engine)
+        self._logged_values = self._make_logged_values()
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -230,21 +233,31 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._before_forward_of_step()
         inputs = self._stage_context.uneven_inputs
         if inputs is None or not inputs.is_needed:
-            return super().training_step(*args, **kwargs)
-        with inputs.around_training_step():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        else:
+            with inputs.around_training_step():
+                output = super().training_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one validation step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        output = super().validation_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one test step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        output = super().test_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -486,6 +499,19 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if trainer.state.fn == TrainerFn.PREDICTING:
             stack.callback(trainer_data.predict_with_few_samples(trainer))
 
+    def _prepare_logging(self, trainer: "pl.Trainer") -> None:
+        """Makes ``self.log`` exchange the values of a step together, unless a subclass or a GPU reduces them."""
+        self._logged_values = self._make_logged_values()
+        is_packed = self.root_device.type == "cpu" and type(self).reduce is ParallelStrategy.reduce
+        trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
+
+    def _make_logged_values(self) -> LoggedValues:
+        def is_shadowed(value: Tensor) -> bool:
+            inputs = self._stage_context.uneven_inputs
+            return inputs is not None and inputs.handles_reduce(value, None)
+
+        return LoggedValues(lambda: self._active_collectives, is_shadowed)
+
     def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
@@ -525,7 +551,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # The stage context belongs to this process: a worker creates another one.
-        state.pop("_stage_context")
+        for name in ("_stage_context", "_logged_values"):
+            state.pop(name)
         return {**state, "was_asked_to_stop": self._stage_context.was_stop_requested, "_observer": None}
 
     @override
@@ -533,6 +560,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         was_asked_to_stop = state.pop("was_asked_to_stop", False)
         super().__setstate__(state)
         self._stage_context = StageContext(self._engine)
+        self._logged_values = self._make_logged_values()
         self._stage_context.was_stop_requested = was_asked_to_stop
 
 

@@ -1,0 +1,290 @@
+"""Packed exchange: reduces any number of named values over all ranks with one all-gather of bytes.
+
+Each rank sends a message of fixed size: a digest of the names, reductions, dtypes, and shapes of its values, then the
+values, each in its own dtype. Every rank compares the digests of all ranks before it uses a value, and then reduces in
+rank order. Values are matched by name, so the order in which a rank lists them does not matter. If the ranks have
+different names, every rank raises :class:`DifferentPartsError`.
+
+Values that do not fit into the message take one more all-gather. More than :data:`MAX_GATHERED_RANKS` ranks first
+compare their digests, and then reduce the values with one all-reduce per dtype and reduction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_strategies_ext.collectives.base import Collectives
+
+#: Size of the first message of a rank, in bytes. Loopback and Ethernet take as long for it as for one byte.
+MESSAGE_NUM_BYTES: Final = 1024
+#: Digest, number of bytes of the values, flags, and zeros, so that all dtypes are aligned after it.
+_HEADER_NUM_BYTES: Final = 32
+_INLINE_NUM_BYTES: Final = MESSAGE_NUM_BYTES - _HEADER_NUM_BYTES
+_ALIGNMENT: Final = 16
+#: Number of ranks above which values are reduced by all-reduces: the size of a gathered message is that of all ranks.
+MAX_GATHERED_RANKS = 64
+#: Number of layouts that are cached; a layout depends on the names and their order.
+_MAX_LAYOUTS: Final = 256
+_UNSET: Final = torch.empty(0)
+_REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Any]]] = {
+    "mean": Tensor.add_,
+    "sum": Tensor.add_,
+    "min": lambda total, row: torch.minimum(total, row, out=total),
+    "max": lambda total, row: torch.maximum(total, row, out=total),
+}
+
+
+class Part(NamedTuple):
+    """A value of this rank.
+
+    Attributes:
+        key: Name, equal on all ranks; unique among the values of an exchange.
+        op: Reduction: "sum", "min", "max", or "mean" (floating point only).
+        value: Tensor on the CPU without a graph, not modified.
+    """
+
+    key: str
+    op: str
+    value: Tensor
+
+
+class Contribution(NamedTuple):
+    """What some ranks have passed to an exchange.
+
+    Attributes:
+        ranks: The ranks, in ascending order.
+        description: Description of the values of the first of them.
+    """
+
+    ranks: Sequence[int]
+    description: Any
+
+
+class DifferentPartsError(Exception):
+    """The ranks have passed values of different names, reductions, dtypes, or shapes. Raised on every rank.
+
+    Attributes:
+        contributions: One entry for each distinct set of values, in the order of its first rank; at most
+            :data:`MAX_CONTRIBUTIONS`.
+    """
+
+    def __init__(self, contributions: Sequence[Contribution]) -> None:
+        super().__init__("the ranks exchange different values")
+        self.contributions = contributions
+
+
+#: Number of distinct sets of values that an error describes.
+MAX_CONTRIBUTIONS: Final = 8
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Values of one dtype and reduction, which are next to each other in a message."""
+
+    dtype: torch.dtype
+    op: str
+    sizes: tuple[int, ...]
+    num_bytes: int
+
+    has_only_scalars: bool
+
+
+class PackedLayout:
+    """Position of each value in a message, and the digest.
+
+    Args:
+        kind: Kind of the exchange, part of the digest.
+        parts: Values in any order.
+
+    Attributes:
+        digest: Signed 64-bit digest.
+        num_bytes: Size of all values, in bytes.
+    """
+
+    def __init__(self, kind: str, parts: Sequence[Part]) -> None:
+        places = [
+            (-part.value.element_size(), str(part.value.dtype), part.op, part.key, tuple(part.value.shape))
+            for part in parts
+        ]
+        text = repr((kind, sorted(places)))
+        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        # Large elements first, so that each segment starts at a multiple of its element size.
+        self.order = sorted(range(len(parts)), key=places.__getitem__)
+        self.shapes = [part.value.shape for part in parts]
+        self.segments: list[_Segment] = []
+        for (_, op), group in groupby(self.order, key=lambda index: (parts[index].value.dtype, parts[index].op)):
+            values = [parts[index].value for index in group]
+            sizes = tuple(value.numel() for value in values)
+            num_bytes, are_scalars = sum(sizes) * values[0].element_size(), not any(value.ndim for value in values)
+            self.segments.append(_Segment(values[0].dtype, op, sizes, num_bytes, are_scalars))
+        self.num_bytes = sum(segment.num_bytes for segment in self.segments)
+        with torch.inference_mode(False):
+            self._header = torch.tensor([self.digest, self.num_bytes, 0, 0], dtype=torch.int64).view(torch.uint8)
+            num_padding = _INLINE_NUM_BYTES - self.num_bytes
+            self._padding = torch.zeros(
+                num_padding if num_padding >= 0 else num_padding % _ALIGNMENT, dtype=torch.uint8
+            )
+
+    def pack(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor | None]:
+        """Returns the first message, and the rest of the values if they do not fit into it; both are bytes."""
+        packed = [segment.view(torch.uint8) for segment in self.concatenated(parts)]
+        message = torch.cat([self._header, *packed, self._padding])
+        if self.num_bytes <= _INLINE_NUM_BYTES:
+            return message, None
+        return message[:MESSAGE_NUM_BYTES], message[MESSAGE_NUM_BYTES:]
+
+    def concatenated(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Returns the values of each segment as a new flat tensor."""
+        flats, at = [], 0
+        for segment in self.segments:
+            values = [parts[index].value for index in self.order[at : at + len(segment.sizes)]]
+            at += len(segment.sizes)
+            flats.append(
+                torch.stack(values)
+                if segment.has_only_scalars
+                else torch.cat([value.reshape(-1) for value in values])
+            )
+        return flats
+
+    def reduce(self, rows: Tensor) -> list[Tensor]:
+        """Reduces the bytes of the values of several ranks, one per row.
+
+        Returns:
+            The reduced values, in the order of the parts.
+        """
+        totals, at = [], 0
+        for segment in self.segments:
+            values = rows[:, at : at + segment.num_bytes].view(segment.dtype)
+            at += segment.num_bytes
+            total, reduce = values[0].clone(), _REDUCTIONS[segment.op]
+            for row in values[1:]:
+                reduce(total, row)
+            totals.append(total.div_(len(values)) if segment.op == "mean" else total)
+        return self.separated(totals)
+
+    def separated(self, totals: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the values of flat segments, in the order of the parts."""
+        ordered: list[Tensor] = [_UNSET] * len(self.order)
+        order = iter(self.order)
+        for segment, total in zip(self.segments, totals, strict=True):
+            if segment.has_only_scalars:
+                for value in total.unbind():
+                    ordered[next(order)] = value
+                continue
+            for flat in total.split(list(segment.sizes)):
+                index = next(order)
+                ordered[index] = flat.view(self.shapes[index])
+        return ordered
+
+
+class PackedExchange:
+    """Reduces named values over all ranks, see the module. Collective: all ranks call each method in the same order.
+
+    Args:
+        name: Name of the exchange, equal on all ranks; at most one exchange of a name is pending at a time.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._layouts: dict[tuple[Any, ...], PackedLayout] = {}
+
+    def start(
+        self, collectives: Collectives, kind: str, parts: Sequence[Part], describe: Callable[[], Any]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts an exchange, concurrently with other operations.
+
+        Args:
+            collectives: Collectives of all ranks.
+            kind: Kind of the values, equal on all ranks.
+            parts: Values of this rank, at least one.
+            describe: Function that returns a picklable description of the values, for an error.
+
+        Returns:
+            Function that waits for the other ranks and returns the reduced values in the order of ``parts``, or raises
+            :class:`DifferentPartsError`. All ranks call it, after the same collectives.
+
+        Raises:
+            DifferentPartsError: If values do not fit into one message, or there are more than
+                :data:`MAX_GATHERED_RANKS` ranks, and the ranks have different values.
+        """
+        layout = self.layout_of(kind, parts)
+        if collectives.is_local or collectives.rank() is None or collectives.world_size() == 1:
+            values = [part.value.clone() for part in parts]
+            return lambda: values
+        if collectives.world_size() > MAX_GATHERED_RANKS:
+            return self._start_all_reduces(collectives, layout, parts, describe)
+        message, rest = layout.pack(parts)
+        world_size = collectives.world_size()
+        gathered = torch.empty(world_size * MESSAGE_NUM_BYTES, dtype=torch.uint8)
+        finish_gather = collectives.start_all_gather(gathered, message, self._name)
+
+        def finish() -> Tensor:
+            finish_gather()
+            digests = gathered.view(torch.int64)[:: MESSAGE_NUM_BYTES // 8].tolist()
+            if digests.count(layout.digest) != world_size:
+                self._raise_difference(collectives, digests, describe)
+            return gathered.view(world_size, -1)[:, _HEADER_NUM_BYTES:]
+
+        if rest is None:
+            return lambda: layout.reduce(finish())
+        first = finish()  # only ranks with equal digests have rests of equal size
+        rests = torch.empty(world_size * len(rest), dtype=torch.uint8)
+        finish_rest = collectives.start_all_gather(rests, rest, f"{self._name}.rest")
+
+        def finish_both() -> list[Tensor]:
+            finish_rest()
+            return layout.reduce(torch.cat([first, rests.view(world_size, -1)], dim=1))
+
+        return finish_both
+
+    def layout_of(self, kind: str, parts: Sequence[Part]) -> PackedLayout:
+        """Returns the layout of values; layouts are cached."""
+        signature = (kind, *((key, op, value.dtype, value.shape) for key, op, value in parts))
+        layout = self._layouts.get(signature)
+        if layout is None:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[signature] = PackedLayout(kind, parts)
+        return layout
+
+    def _start_all_reduces(
+        self, collectives: Collectives, layout: PackedLayout, parts: Sequence[Part], describe: Callable[[], Any]
+    ) -> Callable[[], list[Tensor]]:
+        extremes = torch.tensor([layout.digest, ~layout.digest], dtype=torch.int64)  # the complement does not overflow
+        collectives.start_all_reduce(extremes, "max", f"{self._name}.digest")()
+        largest, complement_of_smallest = extremes.tolist()
+        if largest != ~complement_of_smallest:
+            digests = torch.empty(collectives.world_size(), dtype=torch.int64)
+            collectives.start_all_gather(digests, extremes.new_tensor([layout.digest]), self._name)()
+            self._raise_difference(collectives, digests.tolist(), describe)
+        totals = layout.concatenated(parts)
+        finishes = [
+            collectives.start_all_reduce(total, "sum" if segment.op == "mean" else segment.op, f"{self._name}.{number}")
+            for number, (segment, total) in enumerate(zip(layout.segments, totals, strict=True))
+        ]
+
+        def finish() -> list[Tensor]:
+            for segment, total, finish_one in zip(layout.segments, totals, finishes, strict=True):
+                finish_one()
+                if segment.op == "mean":
+                    total.div_(collectives.world_size())
+            return layout.separated(totals)
+
+        return finish
+
+    def _raise_difference(
+        self, collectives: Collectives, digests: Sequence[int], describe: Callable[[], Any]
+    ) -> None:
+        ranks: dict[int, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            ranks.setdefault(digest, []).append(rank)
+        described = [*ranks.values()][:MAX_CONTRIBUTIONS]
+        description = describe()
+        contributions = [Contribution(those, collectives.broadcast(description, those[0])) for those in described]
+        collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
+        raise DifferentPartsError(contributions)
