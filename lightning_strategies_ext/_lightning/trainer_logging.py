@@ -1,10 +1,16 @@
 """Private names of the values that ``self.log`` accumulates."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor
 
 #: Hooks whose synchronized values are exchanged together when the hook returns.
@@ -26,8 +32,11 @@ class ValueExchange(Protocol):
     def finish(self) -> None:
         """Waits for the values of the last hook."""
 
-    def reduce_epoch(self, metrics: Sequence["LoggedMetric"]) -> None:
-        """Reduces the values of an epoch."""
+    def reduce_epoch(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
+        """Reduces the values of an epoch; ``is_final`` states whether all ranks have logged all values."""
+
+    def reduce_evaluation(self, results: "ExchangedResults") -> None:
+        """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end."""
 
     def find_location(self) -> str:
         """Returns file and line of the user's code that is running."""
@@ -68,12 +77,23 @@ class LoggedMetric(_ResultMetric):
         return str(self.meta.fx.partition(".")[0])
 
     @property
+    def is_of_batches(self) -> bool:
+        """Whether a hook logs the value that runs once per batch."""
+        return self.hook in _STEP_HOOKS or "_batch_" in self.hook
+
+    @property
     def label(self) -> str:
         """Name of the value as loggers receive it."""
         meta = self.meta
         if not meta.add_dataloader_idx or meta.dataloader_idx is None:
             return str(meta.name)
         return str(meta.name + _ResultCollection.DATALOADER_SUFFIX.format(meta.dataloader_idx))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the call of ``self.log``, for a rank that has not called it."""
+        names = [field.name for field in fields(self.meta) if field.name != "_sync"]
+        return {name: getattr(self.meta, name) for name in names}
 
     @property
     def op(self) -> str:
@@ -85,7 +105,7 @@ class LoggedMetric(_ResultMetric):
         """Value of the current step."""
         return self._forward_cache
 
-    def set_step_value(self, value: Tensor) -> None:
+    def set_step_value(self, value: Any) -> None:
         """Sets the value of the current step."""
         self._forward_cache = value
         if not self.meta.on_epoch:
@@ -109,10 +129,12 @@ class LoggedMetric(_ResultMetric):
 
     def set_epoch_value(self, value: Tensor) -> None:
         """Sets the result of the epoch; another logged value clears it."""
-        self._computed = value
+        self._computed: Any = value
 
 
-class _ExchangedResults(_ResultCollection):
+class ExchangedResults(_ResultCollection):
+    """Keys of ``self.log`` of one loop."""
+
     #: Values accumulated by an earlier process, for metrics that this process has not created yet.
     found: dict[str, dict[str, Any]] | None = None
     exchange: ValueExchange | None = None
@@ -144,20 +166,43 @@ class _ExchangedResults(_ResultCollection):
         if self.exchange is not None:
             self.exchange.finish()
             if not on_step:
-                self.reduce_epoch()
+                self.reduce_epoch(is_final=False)
         return super().metrics(on_step)
 
-    def reduce_epoch(self) -> None:
-        """Reduces the values of the current epoch that have not been reduced yet, so that ``compute`` is local."""
-        if self.exchange is None:
-            return
-        missing = [
+    def missing(self) -> list[LoggedMetric]:
+        """Returns the synchronized values of the current epoch that have not been reduced yet."""
+        return [
             metric
             for _, metric in self.valid_items()
             if metric._computed is None and metric.meta.on_epoch and metric.is_synchronized and metric.value.is_cpu
         ]
-        if missing:
-            self.exchange.reduce_epoch(missing)
+
+    def reduce_epoch(self, *, is_final: bool) -> None:
+        """Reduces the values of the current epoch that have not been reduced yet, so that ``compute`` is local.
+
+        Args:
+            is_final: Whether all ranks have logged all values and reduce them now; False if one rank may be reading.
+        """
+        if self.exchange is not None and (missing := self.missing()):
+            self.exchange.reduce_epoch(missing, is_final=is_final)
+
+    def add_reduced(self, settings: dict[str, Any], value: Tensor, reduce: Any) -> None:
+        """Adds a value that only other ranks have logged.
+
+        Args:
+            settings: Arguments of the call of ``self.log``, from :attr:`LoggedMetric.settings` of another rank.
+            value: Value of the epoch.
+            reduce: Function that reduces values over ranks.
+        """
+        meta = _Metadata(**settings)
+        meta.sync = _Sync(_should=True, fn=reduce)
+        key = f"{meta.fx.partition('.')[0]}.{meta.name}"
+        if meta.add_dataloader_idx and meta.dataloader_idx is not None:
+            key += f".{meta.dataloader_idx}"
+        if key not in self:
+            self[key] = _ResultMetric(meta, True)
+        self[key].has_reset = False
+        self[key].set_epoch_value(value)
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         self.found = None
@@ -168,8 +213,19 @@ class _ExchangingLoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
         results = self.trainer._results
-        if isinstance(results, _ExchangedResults):
-            results.reduce_epoch()
+        if not isinstance(results, ExchangedResults) or results.exchange is None:
+            return
+        results.exchange.finish()
+        if results.training:
+            results.reduce_epoch(is_final=True)
+        else:
+            results.exchange.reduce_evaluation(results)
+
+    def on_epoch_end(self) -> None:
+        results = self.trainer._results
+        if isinstance(results, ExchangedResults):
+            results.reduce_epoch(is_final=True)
+        super().on_epoch_end()
 
 
 def prepare_logging(trainer: Any, exchange: ValueExchange | None) -> None:
@@ -187,7 +243,7 @@ def prepare_logging(trainer: Any, exchange: ValueExchange | None) -> None:
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results.__class__ = _ExchangedResults
+        loop._results.__class__ = ExchangedResults
         loop._results.exchange = exchange
     trainer._logger_connector.__class__ = _ExchangingLoggerConnector
 

@@ -22,8 +22,10 @@ from lightning_strategies_ext.collectives.base import Collectives
 
 #: Size of the first message of a rank, in bytes. Loopback and Ethernet take as long for it as for one byte.
 MESSAGE_NUM_BYTES: Final = 1024
-#: Digest, number of bytes of the values, flags, and zeros, so that all dtypes are aligned after it.
+#: Digest, number of bytes of the values, a flag, and a zero, so that all dtypes are aligned after it.
 _HEADER_NUM_BYTES: Final = 32
+#: Flags: more values of the kind may follow, no more follow, the rank has no values and takes those of other ranks.
+_PARTIAL, _FINAL, _ABSENT = range(3)
 _INLINE_NUM_BYTES: Final = MESSAGE_NUM_BYTES - _HEADER_NUM_BYTES
 _ALIGNMENT: Final = 16
 #: Number of ranks above which values are reduced by all-reduces: the size of a gathered message is that of all ranks.
@@ -58,10 +60,12 @@ class Contribution(NamedTuple):
 
     Attributes:
         ranks: The ranks, in ascending order.
+        is_final: Whether these ranks will pass no more values of this kind.
         description: Description of the values of the first of them.
     """
 
     ranks: Sequence[int]
+    is_final: bool
     description: Any
 
 
@@ -71,11 +75,13 @@ class DifferentPartsError(Exception):
     Attributes:
         contributions: One entry for each distinct set of values, in the order of its first rank; at most
             :data:`MAX_CONTRIBUTIONS`.
+        has_all: Whether there are no more distinct sets.
     """
 
-    def __init__(self, contributions: Sequence[Contribution]) -> None:
+    def __init__(self, contributions: Sequence[Contribution], *, has_all: bool) -> None:
         super().__init__("the ranks exchange different values")
         self.contributions = contributions
+        self.has_all = has_all
 
 
 #: Number of distinct sets of values that an error describes.
@@ -124,16 +130,19 @@ class PackedLayout:
             self.segments.append(_Segment(values[0].dtype, op, sizes, num_bytes, are_scalars))
         self.num_bytes = sum(segment.num_bytes for segment in self.segments)
         with torch.inference_mode(False):
-            self._header = torch.tensor([self.digest, self.num_bytes, 0, 0], dtype=torch.int64).view(torch.uint8)
+            self._headers = [
+                torch.tensor([self.digest, self.num_bytes, flag, 0], dtype=torch.int64).view(torch.uint8)
+                for flag in range(_ABSENT + 1)
+            ]
             num_padding = _INLINE_NUM_BYTES - self.num_bytes
             self._padding = torch.zeros(
                 num_padding if num_padding >= 0 else num_padding % _ALIGNMENT, dtype=torch.uint8
             )
 
-    def pack(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor | None]:
+    def pack(self, parts: Sequence[Part], flag: int = _FINAL) -> tuple[Tensor, Tensor | None]:
         """Returns the first message, and the rest of the values if they do not fit into it; both are bytes."""
         packed = [segment.view(torch.uint8) for segment in self.concatenated(parts)]
-        message = torch.cat([self._header, *packed, self._padding])
+        message = torch.cat([self._headers[flag], *packed, self._padding])
         if self.num_bytes <= _INLINE_NUM_BYTES:
             return message, None
         return message[:MESSAGE_NUM_BYTES], message[MESSAGE_NUM_BYTES:]
@@ -145,9 +154,7 @@ class PackedLayout:
             values = [parts[index].value for index in self.order[at : at + len(segment.sizes)]]
             at += len(segment.sizes)
             flats.append(
-                torch.stack(values)
-                if segment.has_only_scalars
-                else torch.cat([value.reshape(-1) for value in values])
+                torch.stack(values) if segment.has_only_scalars else torch.cat([value.reshape(-1) for value in values])
             )
         return flats
 
@@ -194,7 +201,13 @@ class PackedExchange:
         self._layouts: dict[tuple[Any, ...], PackedLayout] = {}
 
     def start(
-        self, collectives: Collectives, kind: str, parts: Sequence[Part], describe: Callable[[], Any]
+        self,
+        collectives: Collectives,
+        kind: str,
+        parts: Sequence[Part],
+        describe: Callable[[], Any],
+        *,
+        is_final: bool = True,
     ) -> Callable[[], list[Tensor]]:
         """Starts an exchange, concurrently with other operations.
 
@@ -203,6 +216,7 @@ class PackedExchange:
             kind: Kind of the values, equal on all ranks.
             parts: Values of this rank, at least one.
             describe: Function that returns a picklable description of the values, for an error.
+            is_final: Whether this rank will pass no more values of this kind; part of the error.
 
         Returns:
             Function that waits for the other ranks and returns the reduced values in the order of ``parts``, or raises
@@ -216,29 +230,76 @@ class PackedExchange:
         if collectives.is_local or collectives.rank() is None or collectives.world_size() == 1:
             values = [part.value.clone() for part in parts]
             return lambda: values
+        flag = _FINAL if is_final else _PARTIAL
         if collectives.world_size() > MAX_GATHERED_RANKS:
-            return self._start_all_reduces(collectives, layout, parts, describe)
-        message, rest = layout.pack(parts)
-        world_size = collectives.world_size()
-        gathered = torch.empty(world_size * MESSAGE_NUM_BYTES, dtype=torch.uint8)
-        finish_gather = collectives.start_all_gather(gathered, message, self._name)
+            return self._start_all_reduces(collectives, layout, parts, describe, flag)
+        message, rest = layout.pack(parts, flag)
+        gathered, finish_gather = self._start_gather(collectives, message)
 
         def finish() -> Tensor:
             finish_gather()
             digests = gathered.view(torch.int64)[:: MESSAGE_NUM_BYTES // 8].tolist()
-            if digests.count(layout.digest) != world_size:
-                self._raise_difference(collectives, digests, describe)
-            return gathered.view(world_size, -1)[:, _HEADER_NUM_BYTES:]
+            if digests.count(layout.digest) != len(digests):
+                self._raise_difference(collectives, digests, _flags_of(gathered), describe)
+            return gathered.view(len(digests), -1)[:, _HEADER_NUM_BYTES:]
 
         if rest is None:
             return lambda: layout.reduce(finish())
         first = finish()  # only ranks with equal digests have rests of equal size
-        rests = torch.empty(world_size * len(rest), dtype=torch.uint8)
-        finish_rest = collectives.start_all_gather(rests, rest, f"{self._name}.rest")
+        finish_rest = self._start_rest(collectives, first, rest)
+        return lambda: layout.reduce(finish_rest())
 
-        def finish_both() -> list[Tensor]:
-            finish_rest()
-            return layout.reduce(torch.cat([first, rests.view(world_size, -1)], dim=1))
+    def run_with_absent(
+        self, collectives: Collectives, kind: str, parts: Sequence[Part] | None, describe: Callable[[], Any]
+    ) -> tuple[Any, list[Tensor]] | None:
+        """Reduces the values of some ranks; other ranks have none, and receive the results.
+
+        Args:
+            collectives: Collectives of all ranks.
+            kind: Kind of the values, equal on all ranks.
+            parts: Values of this rank, possibly none; None if this rank is absent. A mean is not supported.
+            describe: Function that returns a picklable description of the values.
+
+        Returns:
+            Description of the values by the first rank that is not absent, and the reduced values in the order of that
+            rank; None if no rank has values.
+
+        Raises:
+            DifferentPartsError: If ranks that are not absent have different values.
+        """
+        layout = self.layout_of(kind, parts or ())
+        message, rest = layout.pack(parts or (), _ABSENT if parts is None else _FINAL)
+        gathered, finish_gather = self._start_gather(collectives, message)
+        finish_gather()
+        digests, sizes, flags, _ = gathered.view(torch.int64).view(collectives.world_size(), -1)[:, :4].mT.tolist()
+        present = [rank for rank, flag in enumerate(flags) if flag != _ABSENT]
+        if not any(sizes):
+            return None
+        if any(digests[rank] != digests[present[0]] for rank in present):
+            self._raise_difference(collectives, digests, flags, describe)
+        signature = [(part.key, part.op, part.value.dtype, tuple(part.value.shape)) for part in parts or ()]
+        signature, description = collectives.broadcast((signature, describe()), present[0])
+        if parts is None:
+            parts = [Part(key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature]
+            layout = self.layout_of(kind, parts)
+            _, rest = layout.pack(parts)
+        rows = gathered.view(len(flags), -1)[:, _HEADER_NUM_BYTES:]
+        if rest is not None:
+            rows = self._start_rest(collectives, rows, rest)()
+        values = dict(zip([part.key for part in parts], layout.reduce(rows[present]), strict=True))
+        return description, [values[key] for key, *_ in signature]
+
+    def _start_gather(self, collectives: Collectives, message: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        gathered = torch.empty(collectives.world_size() * MESSAGE_NUM_BYTES, dtype=torch.uint8)
+        return gathered, collectives.start_all_gather(gathered, message, self._name)
+
+    def _start_rest(self, collectives: Collectives, first: Tensor, rest: Tensor) -> Callable[[], Tensor]:
+        rests = torch.empty(len(first) * len(rest), dtype=torch.uint8)
+        finish = collectives.start_all_gather(rests, rest, f"{self._name}.rest")
+
+        def finish_both() -> Tensor:
+            finish()
+            return torch.cat([first, rests.view(len(first), -1)], dim=1)
 
         return finish_both
 
@@ -253,15 +314,21 @@ class PackedExchange:
         return layout
 
     def _start_all_reduces(
-        self, collectives: Collectives, layout: PackedLayout, parts: Sequence[Part], describe: Callable[[], Any]
+        self,
+        collectives: Collectives,
+        layout: PackedLayout,
+        parts: Sequence[Part],
+        describe: Callable[[], Any],
+        flag: int,
     ) -> Callable[[], list[Tensor]]:
         extremes = torch.tensor([layout.digest, ~layout.digest], dtype=torch.int64)  # the complement does not overflow
         collectives.start_all_reduce(extremes, "max", f"{self._name}.digest")()
         largest, complement_of_smallest = extremes.tolist()
         if largest != ~complement_of_smallest:
-            digests = torch.empty(collectives.world_size(), dtype=torch.int64)
-            collectives.start_all_gather(digests, extremes.new_tensor([layout.digest]), self._name)()
-            self._raise_difference(collectives, digests.tolist(), describe)
+            own = torch.tensor([layout.digest, flag], dtype=torch.int64)
+            pairs = torch.empty(2 * collectives.world_size(), dtype=torch.int64)
+            collectives.start_all_gather(pairs, own, self._name)()
+            self._raise_difference(collectives, pairs[::2].tolist(), pairs[1::2].tolist(), describe)
         totals = layout.concatenated(parts)
         finishes = [
             collectives.start_all_reduce(total, "sum" if segment.op == "mean" else segment.op, f"{self._name}.{number}")
@@ -278,13 +345,21 @@ class PackedExchange:
         return finish
 
     def _raise_difference(
-        self, collectives: Collectives, digests: Sequence[int], describe: Callable[[], Any]
+        self, collectives: Collectives, digests: Sequence[int], flags: Sequence[int], describe: Callable[[], Any]
     ) -> None:
-        ranks: dict[int, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            ranks.setdefault(digest, []).append(rank)
-        described = [*ranks.values()][:MAX_CONTRIBUTIONS]
+        ranks: dict[tuple[int, int], list[int]] = {}
+        for rank, (digest, flag) in enumerate(zip(digests, flags, strict=True)):
+            if flag != _ABSENT:
+                ranks.setdefault((digest, flag), []).append(rank)
         description = describe()
-        contributions = [Contribution(those, collectives.broadcast(description, those[0])) for those in described]
+        contributions = [
+            Contribution(those, flag == _FINAL, collectives.broadcast(description, those[0]))
+            for (_, flag), those in [*ranks.items()][:MAX_CONTRIBUTIONS]
+        ]
         collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
-        raise DifferentPartsError(contributions)
+        raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
+
+
+def _flags_of(gathered: Tensor) -> list[int]:
+    flags: list[int] = gathered.view(torch.int64)[2 :: MESSAGE_NUM_BYTES // 8].tolist()
+    return flags

@@ -9,10 +9,11 @@ matched by key (:mod:`.packed_exchange`).
 import os
 from collections.abc import Callable, Sequence
 from traceback import FrameSummary, walk_stack
+from typing import Any
 
 from torch import Tensor
 
-from lightning_strategies_ext._lightning.trainer_logging import LoggedMetric
+from lightning_strategies_ext._lightning.trainer_logging import ExchangedResults, LoggedMetric
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
@@ -37,15 +38,24 @@ class LoggedValues:
         collectives: Function that returns the current collectives of this rank.
         is_shadowed: Function that returns whether ranks without batches may repeat the current step, so that a value is
             reduced at once over the other ranks (``uneven_inputs="join"``).
+        reduce: Function that Lightning passes to ``self.log`` for synchronized values.
 
     Attributes:
         pending: Values of the current hook, by key, which :meth:`start` exchanges.
     """
 
-    def __init__(self, collectives: Callable[[], Collectives], is_shadowed: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        collectives: Callable[[], Collectives],
+        is_shadowed: Callable[[Tensor], bool],
+        reduce: Callable[..., Any],
+    ) -> None:
         self.pending: dict[str, LoggedMetric] = {}
         self._collectives = collectives
         self._is_shadowed = is_shadowed
+        self._reduce = reduce
+        self._presence: list[tuple[bool, int]] = []
+        self._next_loader = 0
         self._exchange = PackedExchange("logged_values")
         self._in_flight: tuple[list[LoggedMetric], Callable[[], list[Tensor]]] | None = None
 
@@ -83,40 +93,109 @@ class LoggedValues:
         for metric, value in zip(metrics, values, strict=True):
             metric.set_step_value(value)
 
-    def reduce_epoch(self, metrics: Sequence[LoggedMetric]) -> None:
+    def reduce_epoch(self, metrics: Sequence[LoggedMetric], *, is_final: bool = True) -> None:
         """Reduces the values of an epoch. Collective: all ranks call it.
 
         A mean is the sum over the samples of all ranks, divided by their number. Lightning divides the mean of the sums
         by the mean of the numbers, which it rounds down (Lightning issue 21838).
 
+        A rank that reads a value in a hook may have logged fewer keys than ranks that do not read. The ranks then
+        reduce the keys that all of them have, and the rest in another exchange.
+
         Args:
             metrics: Values that have not been reduced yet, at least one.
+            is_final: Whether this rank has logged all values of the epoch, or of the hooks at its end.
 
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
         """
-        parts = []
-        for metric in metrics:
-            key = f"{metric.hook}.{metric.label}"
-            parts.append(Part(key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
-            if metric.is_mean:
-                parts.append(Part(f"{key} samples", "sum", metric.num_samples))
+        left = {_key_of(metric): metric for metric in metrics}
+        while left:
+            chosen = [*left.values()]
+            try:
+                self._reduce_now(chosen, is_final)
+            except DifferentPartsError as error:
+                common = _keys_of_readers(error)
+                chosen = [metric for key, metric in left.items() if key in common]
+                if not chosen:
+                    raise _error_of(error.contributions) from None
+                self._reduce_now(chosen, True)
+            for metric in chosen:
+                del left[_key_of(metric)]
+
+    def _reduce_now(self, metrics: Sequence[LoggedMetric], is_final: bool) -> None:
+        parts, description = _epoch_parts(metrics), _describe(metrics)
+        finish = self._exchange.start(self._collectives(), "epoch", parts, lambda: description, is_final=is_final)
+        for metric, value in zip(metrics, _epoch_values(description, finish()), strict=True):
+            metric.set_epoch_value(value)
+
+    def count_evaluating(self, has_batches: list[bool], count: Callable[[list[bool]], list[int]]) -> list[int]:
+        """Counts the ranks that have batches of each DataLoader of an evaluation. Collective: all ranks call it.
+
+        Args:
+            has_batches: Whether this rank has batches of each DataLoader.
+            count: Collective that returns for each flag on how many ranks it is True.
+        """
+        counts = count(has_batches)
+        self._presence = [*zip(has_batches, counts, strict=True)]
+        self._next_loader = 0
+        return counts
+
+    def reduce_evaluation(self, results: ExchangedResults) -> None:
+        """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end.
+
+        Lightning calls it once per DataLoader that has batches, and once more at the end. A rank without batches of a
+        DataLoader takes part in the exchange for it without values, and receives the values of the other ranks.
+
+        Raises:
+            LoggedKeysError: If the ranks have logged different keys.
+        """
+        is_end = self._next_loader > (current := results.dataloader_idx or 0)
+        size = self._collectives().world_size() if not self._collectives().is_local else 0
+        last = len(self._presence) if is_end else current + 1
+        for index in range(self._next_loader, last):
+            has_batches, num_ranks = self._presence[index] if index < len(self._presence) else (True, size)
+            if 0 < num_ranks < size:
+                self._reduce_with_absent(results, has_batches)
+            elif has_batches:
+                results.reduce_epoch(is_final=True)
+        self._next_loader = 0 if is_end else current + 1
+        results.reduce_epoch(is_final=True)
+
+    def _reduce_with_absent(self, results: ExchangedResults, has_batches: bool) -> None:
+        # Hooks such as `on_validation_epoch_start` have run on ranks without batches, too.
+        metrics = [metric for metric in results.missing() if metric.is_of_batches] if has_batches else []
+        parts = _epoch_parts(metrics) if has_batches else None
+
+        def describe() -> tuple[_Description, list[dict[str, Any]]]:
+            return _describe(metrics), [metric.settings for metric in metrics]
+
         try:
-            values = iter(self._exchange.start(self._collectives(), "epoch", parts, lambda: _describe(metrics))())
+            reduced = self._exchange.run_with_absent(self._collectives(), "evaluation", parts, describe)
         except DifferentPartsError as error:
-            raise _error_of(error.contributions) from None
+            contributions = [each._replace(description=each.description[0]) for each in error.contributions]
+            raise _error_of(contributions) from None
+        if reduced is None:
+            return
+        (description, settings), parts_of_first = reduced
+        values = dict(zip((entry[0] for entry in description), _epoch_values(description, parts_of_first), strict=True))
         for metric in metrics:
-            value = next(values)
-            metric.set_epoch_value(value / next(values) if metric.is_mean else value)
+            metric.set_epoch_value(values[_key_of(metric)])
+        if not has_batches:
+            for each, value in zip(settings, values.values(), strict=True):
+                results.add_reduced(each, value, self._reduce)
 
     def reset(self) -> None:
         """Drops values that have not been exchanged, after the ranks have left their world."""
         self.pending.clear()
         self._in_flight = None
+        self._next_loader = 0
 
     def find_location(self) -> str:
         """Returns file and line of the user's code that is running; empty if only libraries are running."""
-        frames = [FrameSummary(frame.f_code.co_filename, line, "", lookup_line=False) for frame, line in walk_stack(None)]
+        frames = [
+            FrameSummary(frame.f_code.co_filename, line, "", lookup_line=False) for frame, line in walk_stack(None)
+        ]
         location = user_code_frames(frames[::-1])[-1].rpartition(" in ")[0]
         path = location.rpartition(":")[0]
         if path == __file__:
@@ -125,10 +204,14 @@ class LoggedValues:
         return location.removeprefix(directory)
 
 
+def _key_of(metric: LoggedMetric) -> str:
+    return f"{metric.hook}.{metric.label}"
+
+
 def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
     return [
         (
-            f"{metric.hook}.{metric.label}",
+            _key_of(metric),
             metric.label,
             f"{metric.op}, {str(metric.epoch_value.dtype).removeprefix('torch.')}",
             metric.hook,
@@ -138,30 +221,69 @@ def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
     ]
 
 
+def _epoch_parts(metrics: Sequence[LoggedMetric]) -> list[Part]:
+    """Returns the values of an epoch; a mean has two: the sum over samples and their number."""
+    parts = []
+    for metric in metrics:
+        key = _key_of(metric)
+        parts.append(Part(key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
+        if metric.is_mean:
+            parts.append(Part(f"{key} samples", "sum", metric.num_samples))
+    return parts
+
+
+def _epoch_values(description: _Description, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the result of each key from the reduced values of :func:`_epoch_parts`."""
+    reduced = iter(parts)
+    return [
+        next(reduced) / next(reduced) if reduction.startswith("mean") else next(reduced)
+        for _, _, reduction, _, _ in description
+    ]
+
+
+def _keys_of_readers(error: DifferentPartsError) -> set[str]:
+    """Returns the keys that all ranks have, if ranks that read a value have logged only some keys of the others."""
+    keys = [{(key, reduction) for key, _, reduction, _, _ in each.description} for each in error.contributions]
+    final = [own for own, each in zip(keys, error.contributions, strict=True) if each.is_final]
+    reading = [own for own, each in zip(keys, error.contributions, strict=True) if not each.is_final]
+    if not error.has_all or not reading or any(own != final[0] for own in final):
+        return set()
+    if final and any(not own <= final[0] for own in reading):
+        return set()
+    return {key for key, _ in keys[0].intersection(*keys[1:])}
+
+
 def _error_of(contributions: Sequence[Contribution]) -> LoggedKeysError:
     """Returns the error that names the keys that only some ranks have logged."""
     reductions = [{key: reduction for key, _, reduction, _, _ in each.description} for each in contributions]
-    common = {
-        key for key, reduction in reductions[0].items() if all(each.get(key) == reduction for each in reductions)
-    }
-    texts = []
-    for number, (ranks, description) in enumerate(contributions):
-        description = sorted(description)
-        own = [entry for entry in description if entry[0] not in common]
-        listed = description if len(description) <= _MAX_KEYS_LISTED else own[:_MAX_KEYS_LISTED]
-        names = [
-            repr(name) + (f" ({reduction})" if _differs_in_reduction(key, reductions) else "")
-            for key, name, reduction, _, _ in listed
-        ]
-        num_others = len(description) - len(listed)
-        others = f" and {num_others} others" if num_others else ""
-        _, _, _, hook, location = (own or description)[0]
-        where = f" in {hook}" + (f" ({location})" if location else "")
-        verb = "reduces" if len(ranks) == 1 else "reduce"
-        what = " logged values" if number == 0 else ""
-        texts.append(f"{format_ranks(ranks)} {verb}{what} [{', '.join(names)}]{others}{where}")
+    common = {key for key, reduction in reductions[0].items() if all(each.get(key) == reduction for each in reductions)}
+    texts = [
+        _text_of(each, common, reductions, " logged values" if number == 0 else "")
+        for number, each in enumerate(contributions)
+    ]
     text = ", ".join(texts)
     return LoggedKeysError(f"{text[0].upper()}{text[1:]}. Log the same keys with the same arguments on all ranks.")
+
+
+def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[dict[str, str]], what: str) -> str:
+    """Returns what some ranks reduce, as part of a sentence."""
+    verb = "reduces" if len(contribution.ranks) == 1 else "reduce"
+    who = f"{format_ranks(contribution.ranks)} {verb}"
+    description = sorted(contribution.description)
+    own = [entry for entry in description if entry[0] not in common]
+    if not description:
+        return f"{who} no logged values"
+    listed = description if len(description) <= _MAX_KEYS_LISTED else own[:_MAX_KEYS_LISTED]
+    names = [
+        repr(name) + (f" ({reduction})" if _differs_in_reduction(key, reductions) else "")
+        for key, name, reduction, _, _ in listed
+    ]
+    if not names:
+        return f"{who} only the {len(description)}{what} that all ranks reduce"
+    num_others = len(description) - len(listed)
+    others = f" and {num_others} others" if num_others else ""
+    _, _, _, hook, location = (own or description)[0]
+    return f"{who}{what} [{', '.join(names)}]{others} in {hook}" + (f" ({location})" if location else "")
 
 
 def _differs_in_reduction(key: str, reductions: Sequence[dict[str, str]]) -> bool:

@@ -495,9 +495,16 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self._stage_context.size == 1:
             return
         stack = self._stage_context.evaluation = ExitStack()
-        stack.callback(trainer_data.evaluate_without_data(trainer, self._decide_any))
+        stack.callback(trainer_data.evaluate_without_data(trainer, self._count_evaluating))
         if trainer.state.fn == TrainerFn.PREDICTING:
             stack.callback(trainer_data.predict_with_few_samples(trainer))
+
+    def _count_evaluating(self, has_batches: list[bool]) -> list[int]:
+        def count(flags: list[bool]) -> list[int]:
+            counts = torch.tensor([*map(int, flags)], device=self.root_device)
+            return [int(each) for each in self.reduce(counts, reduce_op="sum").tolist()]
+
+        return self._logged_values.count_evaluating(has_batches, count)
 
     def _prepare_logging(self, trainer: "pl.Trainer") -> None:
         """Makes ``self.log`` exchange the values of a step together, unless a subclass or a GPU reduces them."""
@@ -510,7 +517,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             inputs = self._stage_context.uneven_inputs
             return inputs is not None and inputs.handles_reduce(value, None)
 
-        return LoggedValues(lambda: self._active_collectives, is_shadowed)
+        return LoggedValues(lambda: self._active_collectives, is_shadowed, self.reduce)
 
     def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
