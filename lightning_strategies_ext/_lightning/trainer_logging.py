@@ -1,6 +1,6 @@
 """Private names of the values that ``self.log`` accumulates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class ValueExchange(Protocol):
     def reduce_epoch(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
         """Reduces the values of an epoch; ``is_final`` states whether all ranks have logged all values."""
 
-    def reduce_evaluation(self, results: "ExchangedResults") -> None:
+    def reduce_evaluation(self, results: "ExchangedResults", take_over: Callable[[int], Any]) -> None:
         """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end."""
 
     def find_location(self) -> str:
@@ -219,7 +219,13 @@ class _ExchangingLoggerConnector(_LoggerConnector):
         if results.training:
             results.reduce_epoch(is_final=True)
         else:
-            results.exchange.reduce_evaluation(results)
+            results.exchange.reduce_evaluation(results, self._take_over)
+
+    def _take_over(self, dataloader_idx: int) -> None:
+        results = self.trainer._results
+        current, results.dataloader_idx = results.dataloader_idx, dataloader_idx
+        self.update_eval_epoch_metrics()
+        results.dataloader_idx = current
 
     def on_epoch_end(self) -> None:
         results = self.trainer._results

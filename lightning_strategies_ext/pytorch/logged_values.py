@@ -141,24 +141,30 @@ class LoggedValues:
         self._next_loader = 0
         return counts
 
-    def reduce_evaluation(self, results: ExchangedResults) -> None:
+    def reduce_evaluation(self, results: ExchangedResults, take_over: Callable[[int], Any]) -> None:
         """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end.
 
         Lightning calls it once per DataLoader that has batches, and once more at the end. A rank without batches of a
         DataLoader takes part in the exchange for it without values, and receives the values of the other ranks.
 
+        Args:
+            results: Values of this rank.
+            take_over: Function that is called with the index of a DataLoader whose values this rank has received.
+
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
         """
-        is_end = self._next_loader > (current := results.dataloader_idx or 0)
-        size = self._collectives().world_size() if not self._collectives().is_local else 0
-        last = len(self._presence) if is_end else current + 1
-        for index in range(self._next_loader, last):
-            has_batches, num_ranks = self._presence[index] if index < len(self._presence) else (True, size)
-            if 0 < num_ranks < size:
+        if len(self._presence) > 1 and results.dataloader_idx is None and not self._next_loader:
+            results.dataloader_idx = 0  # this rank has no batches of the first DataLoader
+        current = results.dataloader_idx or 0
+        is_end = self._next_loader > current
+        collectives = self._collectives()
+        for index in range(self._next_loader, len(self._presence) if is_end else current + 1):
+            has_batches, num_ranks = self._presence[index] if index < len(self._presence) else (True, 0)
+            if not collectives.is_local and 0 < num_ranks < collectives.world_size():
                 self._reduce_with_absent(results, has_batches)
-            elif has_batches:
-                results.reduce_epoch(is_final=True)
+                if index != current:
+                    take_over(index)
         self._next_loader = 0 if is_end else current + 1
         results.reduce_epoch(is_final=True)
 
