@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
+    from lightning_strategies_ext.exceptions import LoggedKeysError as LoggedKeysError
     from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
     from lightning_strategies_ext.exceptions import ResultTransferError as ResultTransferError
@@ -71,6 +72,7 @@ _EXPORTS = {
     "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
+    "LoggedKeysError": "lightning_strategies_ext.exceptions",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",
     "ResultTransferError": "lightning_strategies_ext.exceptions",
