@@ -141,8 +141,8 @@ class PackedLayout:
 
     def pack(self, parts: Sequence[Part], flag: int = _FINAL) -> tuple[Tensor, Tensor | None]:
         """Returns the first message, and the rest of the values if they do not fit into it; both are bytes."""
-        packed = [segment.view(torch.uint8) for segment in self.concatenated(parts)]
-        message = torch.cat([self._headers[flag], *packed, self._padding])
+        segments = [segment.view(torch.uint8) for segment in self.concatenated(parts)]
+        message = torch.cat([self._headers[flag], *segments, self._padding])
         if self.num_bytes <= _INLINE_NUM_BYTES:
             return message, None
         return message[:MESSAGE_NUM_BYTES], message[MESSAGE_NUM_BYTES:]

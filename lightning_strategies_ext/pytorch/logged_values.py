@@ -274,22 +274,22 @@ def _error_of(contributions: Sequence[Contribution]) -> LoggedKeysError:
 def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[dict[str, str]], what: str) -> str:
     """Returns what some ranks reduce, as part of a sentence."""
     verb = "reduces" if len(contribution.ranks) == 1 else "reduce"
-    who = f"{format_ranks(contribution.ranks)} {verb}"
+    ranks = f"{format_ranks(contribution.ranks)} {verb}"
     description = sorted(contribution.description)
     own = [entry for entry in description if entry[0] not in common]
     if not description:
-        return f"{who} no logged values"
+        return f"{ranks} no logged values"
     listed = description if len(description) <= _MAX_KEYS_LISTED else own[:_MAX_KEYS_LISTED]
     names = [
         repr(name) + (f" ({reduction})" if _differs_in_reduction(key, reductions) else "")
         for key, name, reduction, _, _ in listed
     ]
     if not names:
-        return f"{who} only the {len(description)}{what} that all ranks reduce"
+        return f"{ranks} only the {len(description)}{what} that all ranks reduce"
     num_others = len(description) - len(listed)
     others = f" and {num_others} others" if num_others else ""
     _, _, _, hook, location = (own or description)[0]
-    return f"{who}{what} [{', '.join(names)}]{others} in {hook}" + (f" ({location})" if location else "")
+    return f"{ranks}{what} [{', '.join(names)}]{others} in {hook}" + (f" ({location})" if location else "")
 
 
 def _differs_in_reduction(key: str, reductions: Sequence[dict[str, str]]) -> bool:
