@@ -1,6 +1,6 @@
 """Private names of the values that ``self.log`` accumulates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -22,12 +22,14 @@ class ValueExchange(Protocol):
 
     Attributes:
         pending: Values of the current hook, by key, which are exchanged when the hook returns.
+        is_in_flight: Whether the values of the last hook are being exchanged.
+        is_shadowed: Function that returns whether a value of a step is reduced at once, because ranks without batches
+            may repeat the step; None if no rank does. The same on all ranks.
     """
 
     pending: dict[str, "LoggedMetric"]
-
-    def accepts(self, value: Tensor) -> bool:
-        """Returns whether a value is exchanged with others, and not at once; the same on all ranks."""
+    is_in_flight: bool
+    is_shadowed: Callable[[Tensor], bool] | None
 
     def finish(self) -> None:
         """Waits for the values of the last hook."""
@@ -53,6 +55,8 @@ class LoggedMetric(_ResultMetric):
     location = ""
     #: Whether step values are exchanged when the hook returns.
     is_exchanged_after_hook = False
+    #: Reduction of a step value over ranks.
+    op = ""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_tensor and not kwargs and args == (self.value.device,):
@@ -96,22 +100,6 @@ class LoggedMetric(_ResultMetric):
         return {name: getattr(self.meta, name) for name in names}
 
     @property
-    def op(self) -> str:
-        """Reduction of a step value over ranks."""
-        return str(self.meta.sync.op)
-
-    @property
-    def step_value(self) -> Any:
-        """Value of the current step."""
-        return self._forward_cache
-
-    def set_step_value(self, value: Any) -> None:
-        """Sets the value of the current step."""
-        self._forward_cache = value
-        if not self.meta.on_epoch:
-            self.value = value
-
-    @property
     def is_mean(self) -> bool:
         """Whether the value of an epoch is a sum that is divided by the number of samples."""
         return bool(self.meta.is_mean_reduction)
@@ -145,15 +133,21 @@ class ExchangedResults(_ResultCollection):
         for name, state in (self.found or {}).get(key, {}).items():
             setattr(metric, name, state)
         if self.exchange is not None and metric.is_synchronized:
-            metric.location = self.exchange.find_location()
+            metric.location, metric.op = self.exchange.find_location(), metric.meta.sync.op
             metric.is_exchanged_after_hook = metric.meta.on_step and metric.hook in _STEP_HOOKS
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         metric, exchange = self[key], self.exchange
-        if exchange is None or not metric.is_exchanged_after_hook or not exchange.accepts(value):
+        if (
+            exchange is None
+            or not metric.is_exchanged_after_hook
+            or not value.is_cpu
+            or (exchange.is_shadowed is not None and exchange.is_shadowed(value))
+        ):
             super().update_metrics(key, value, batch_size)
             return
-        exchange.finish()  # another call of the hook for the same batch
+        if exchange.is_in_flight:  # another call of the hook for the same batch
+            exchange.finish()
         sync = metric.meta.sync
         reduce, sync._fn = sync._fn, sync.no_op
         try:
@@ -209,6 +203,21 @@ class ExchangedResults(_ResultCollection):
         super().reset(*args, **kwargs)
 
 
+def step_values(metrics: Iterable[LoggedMetric]) -> list[Tensor]:
+    """Returns the values of the current step."""
+    values: list[Any] = [metric._forward_cache for metric in metrics]
+    return values
+
+
+def set_step_values(metrics: Iterable[LoggedMetric], values: Iterable[Tensor]) -> None:
+    """Sets the values of the current step."""
+    for metric, value in zip(metrics, values, strict=True):
+        attributes = vars(metric)  # not through `__setattr__`, which is a Python function
+        attributes["_forward_cache"] = value
+        if not metric.meta.on_epoch:
+            attributes["value"] = value
+
+
 class _ExchangingLoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
@@ -222,7 +231,7 @@ class _ExchangingLoggerConnector(_LoggerConnector):
             results.exchange.reduce_evaluation(results, self._take_over)
 
     def _take_over(self, dataloader_idx: int) -> None:
-        results = self.trainer._results
+        results: Any = self.trainer._results
         current, results.dataloader_idx = results.dataloader_idx, dataloader_idx
         self.update_eval_epoch_metrics()
         results.dataloader_idx = current

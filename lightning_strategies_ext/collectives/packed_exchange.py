@@ -9,10 +9,11 @@ Values that do not fit into the message take one more all-gather. More than :dat
 compare their digests, and then reduce the values with one all-reduce per dtype and reduction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ MAX_GATHERED_RANKS = 64
 #: Number of layouts that are cached; a layout depends on the names and their order.
 _MAX_LAYOUTS: Final = 256
 _UNSET: Final = torch.empty(0)
+_DTYPE_AND_SHAPE: Final = attrgetter("dtype", "shape")
 _REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Any]]] = {
     "mean": Tensor.add_,
     "sum": Tensor.add_,
@@ -94,9 +96,9 @@ class _Segment:
 
     dtype: torch.dtype
     op: str
+    indices: tuple[int, ...]
     sizes: tuple[int, ...]
     num_bytes: int
-
     has_only_scalars: bool
 
 
@@ -105,29 +107,31 @@ class PackedLayout:
 
     Args:
         kind: Kind of the exchange, part of the digest.
-        parts: Values in any order.
+        keys: Names of the values, in any order.
+        ops: Reduction of each value.
+        values: The values.
 
     Attributes:
         digest: Signed 64-bit digest.
         num_bytes: Size of all values, in bytes.
     """
 
-    def __init__(self, kind: str, parts: Sequence[Part]) -> None:
+    def __init__(self, kind: str, keys: Sequence[str], ops: Sequence[str], values: Sequence[Tensor]) -> None:
         places = [
-            (-part.value.element_size(), str(part.value.dtype), part.op, part.key, tuple(part.value.shape))
-            for part in parts
+            (-value.element_size(), str(value.dtype), op, key, tuple(value.shape))
+            for key, op, value in zip(keys, ops, values, strict=True)
         ]
         text = repr((kind, sorted(places)))
         self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         # Large elements first, so that each segment starts at a multiple of its element size.
-        self.order = sorted(range(len(parts)), key=places.__getitem__)
-        self.shapes = [part.value.shape for part in parts]
+        self.order = sorted(range(len(values)), key=places.__getitem__)
+        self.shapes = [value.shape for value in values]
         self.segments: list[_Segment] = []
-        for (_, op), group in groupby(self.order, key=lambda index: (parts[index].value.dtype, parts[index].op)):
-            values = [parts[index].value for index in group]
-            sizes = tuple(value.numel() for value in values)
-            num_bytes, are_scalars = sum(sizes) * values[0].element_size(), not any(value.ndim for value in values)
-            self.segments.append(_Segment(values[0].dtype, op, sizes, num_bytes, are_scalars))
+        for (dtype, op), group in groupby(self.order, key=lambda index: (values[index].dtype, ops[index])):
+            indices = tuple(group)
+            sizes = tuple(values[index].numel() for index in indices)
+            are_scalars = not any(values[index].ndim for index in indices)
+            self.segments.append(_Segment(dtype, op, indices, sizes, sum(sizes) * dtype.itemsize, are_scalars))
         self.num_bytes = sum(segment.num_bytes for segment in self.segments)
         with torch.inference_mode(False):
             self._headers = [
@@ -139,24 +143,22 @@ class PackedLayout:
                 num_padding if num_padding >= 0 else num_padding % _ALIGNMENT, dtype=torch.uint8
             )
 
-    def pack(self, parts: Sequence[Part], flag: int = _FINAL) -> tuple[Tensor, Tensor | None]:
+    def pack(self, values: Sequence[Tensor], flag: int = _FINAL) -> tuple[Tensor, Tensor | None]:
         """Returns the first message, and the rest of the values if they do not fit into it; both are bytes."""
-        segments = [segment.view(torch.uint8) for segment in self.concatenated(parts)]
+        segments = [segment.view(torch.uint8) for segment in self.concatenated(values)]
         message = torch.cat([self._headers[flag], *segments, self._padding])
         if self.num_bytes <= _INLINE_NUM_BYTES:
             return message, None
         return message[:MESSAGE_NUM_BYTES], message[MESSAGE_NUM_BYTES:]
 
-    def concatenated(self, parts: Sequence[Part]) -> list[Tensor]:
+    def concatenated(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Returns the values of each segment as a new flat tensor."""
-        flats, at = [], 0
-        for segment in self.segments:
-            values = [parts[index].value for index in self.order[at : at + len(segment.sizes)]]
-            at += len(segment.sizes)
-            flats.append(
-                torch.stack(values) if segment.has_only_scalars else torch.cat([value.reshape(-1) for value in values])
-            )
-        return flats
+        return [
+            torch.stack([values[index] for index in segment.indices])
+            if segment.has_only_scalars
+            else torch.cat([values[index].reshape(-1) for index in segment.indices])
+            for segment in self.segments
+        ]
 
     def reduce(self, rows: Tensor) -> list[Tensor]:
         """Reduces the bytes of the values of several ranks, one per row.
@@ -177,15 +179,13 @@ class PackedLayout:
     def separated(self, totals: Sequence[Tensor]) -> list[Tensor]:
         """Returns the values of flat segments, in the order of the parts."""
         ordered: list[Tensor] = [_UNSET] * len(self.order)
-        order = iter(self.order)
         for segment, total in zip(self.segments, totals, strict=True):
             if segment.has_only_scalars:
-                for value in total.unbind():
-                    ordered[next(order)] = value
-                continue
-            for flat in total.split(list(segment.sizes)):
-                index = next(order)
-                ordered[index] = flat.view(self.shapes[index])
+                for index, value in zip(segment.indices, total.unbind(), strict=True):
+                    ordered[index] = value
+            else:
+                for index, value in zip(segment.indices, total.split(list(segment.sizes)), strict=True):
+                    ordered[index] = value.view(self.shapes[index])
         return ordered
 
 
@@ -204,7 +204,7 @@ class PackedExchange:
         self,
         collectives: Collectives,
         kind: str,
-        parts: Sequence[Part],
+        parts: Iterable[Part | tuple[str, str, Tensor]],
         describe: Callable[[], Any],
         *,
         is_final: bool = True,
@@ -226,14 +226,15 @@ class PackedExchange:
             DifferentPartsError: If values do not fit into one message, or there are more than
                 :data:`MAX_GATHERED_RANKS` ranks, and the ranks have different values.
         """
-        layout = self.layout_of(kind, parts)
+        keys, ops, values = _transposed(parts)
         if collectives.is_local or collectives.rank() is None or collectives.world_size() == 1:
-            values = [part.value.clone() for part in parts]
-            return lambda: values
+            copies = [value.clone() for value in values]
+            return lambda: copies
+        layout = self._layout_of(kind, keys, ops, values)
         flag = _FINAL if is_final else _PARTIAL
         if collectives.world_size() > MAX_GATHERED_RANKS:
-            return self._start_all_reduces(collectives, layout, parts, describe, flag)
-        message, rest = layout.pack(parts, flag)
+            return self._start_all_reduces(collectives, layout, values, describe, flag)
+        message, rest = layout.pack(values, flag)
         gathered, finish_gather = self._start_gather(collectives, message)
 
         def finish() -> Tensor:
@@ -267,8 +268,8 @@ class PackedExchange:
         Raises:
             DifferentPartsError: If ranks that are not absent have different values.
         """
-        layout = self.layout_of(kind, parts or ())
-        message, rest = layout.pack(parts or (), _ABSENT if parts is None else _FINAL)
+        layout = self._layout_of(kind, *_transposed(parts or ()))
+        message, rest = layout.pack(_transposed(parts or ())[2], _ABSENT if parts is None else _FINAL)
         gathered, finish_gather = self._start_gather(collectives, message)
         finish_gather()
         digests, sizes, flags, _ = gathered.view(torch.int64).view(collectives.world_size(), -1)[:, :4].mT.tolist()
@@ -281,8 +282,8 @@ class PackedExchange:
         signature, description = collectives.broadcast((signature, describe()), present[0])
         if parts is None:
             parts = [Part(key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature]
-            layout = self.layout_of(kind, parts)
-            _, rest = layout.pack(parts)
+            layout = self._layout_of(kind, *_transposed(parts))
+            _, rest = layout.pack(_transposed(parts)[2])
         rows = gathered.view(len(flags), -1)[:, _HEADER_NUM_BYTES:]
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
@@ -303,21 +304,23 @@ class PackedExchange:
 
         return finish_both
 
-    def layout_of(self, kind: str, parts: Sequence[Part]) -> PackedLayout:
-        """Returns the layout of values; layouts are cached."""
-        signature = (kind, *((key, op, value.dtype, value.shape) for key, op, value in parts))
+    def _layout_of(
+        self, kind: str, keys: tuple[str, ...], ops: tuple[str, ...], values: tuple[Tensor, ...]
+    ) -> PackedLayout:
+        # Built without a Python call per value: this is most of the time of an exchange over shared memory.
+        signature = kind, keys, ops, tuple(map(_DTYPE_AND_SHAPE, values))
         layout = self._layouts.get(signature)
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[signature] = PackedLayout(kind, parts)
+            layout = self._layouts[signature] = PackedLayout(kind, keys, ops, values)
         return layout
 
     def _start_all_reduces(
         self,
         collectives: Collectives,
         layout: PackedLayout,
-        parts: Sequence[Part],
+        values: Sequence[Tensor],
         describe: Callable[[], Any],
         flag: int,
     ) -> Callable[[], list[Tensor]]:
@@ -329,7 +332,7 @@ class PackedExchange:
             pairs = torch.empty(2 * collectives.world_size(), dtype=torch.int64)
             collectives.start_all_gather(pairs, own, self._name)()
             self._raise_difference(collectives, pairs[::2].tolist(), pairs[1::2].tolist(), describe)
-        totals = layout.concatenated(parts)
+        totals = layout.concatenated(values)
         finishes = [
             collectives.start_all_reduce(total, "sum" if segment.op == "mean" else segment.op, f"{self._name}.{number}")
             for number, (segment, total) in enumerate(zip(layout.segments, totals, strict=True))
@@ -358,6 +361,12 @@ class PackedExchange:
         ]
         collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
         raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
+
+
+def _transposed(
+    parts: Iterable[Part | tuple[str, str, Tensor]],
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Tensor, ...]]:
+    return tuple(zip(*parts, strict=True)) or ((), (), ())  # type: ignore[return-value]
 
 
 def _flags_of(gathered: Tensor) -> list[int]:

@@ -13,7 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_strategies_ext._lightning.trainer_logging import ExchangedResults, LoggedMetric
+from lightning_strategies_ext._lightning.trainer_logging import (
+    ExchangedResults,
+    LoggedMetric,
+    set_step_values,
+    step_values,
+)
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
@@ -36,44 +41,42 @@ class LoggedValues:
 
     Args:
         collectives: Function that returns the current collectives of this rank.
-        is_shadowed: Function that returns whether ranks without batches may repeat the current step, so that a value is
-            reduced at once over the other ranks (``uneven_inputs="join"``).
         reduce: Function that Lightning passes to ``self.log`` for synchronized values.
 
     Attributes:
         pending: Values of the current hook, by key, which :meth:`start` exchanges.
+        is_in_flight: Whether the values of the last hook are being exchanged.
+        is_shadowed: Function that returns whether ranks without batches may repeat the current step, so that a value is
+            reduced at once over the other ranks (``uneven_inputs="join"``); None if no rank does.
     """
 
     def __init__(
         self,
         collectives: Callable[[], Collectives],
-        is_shadowed: Callable[[Tensor], bool],
         reduce: Callable[..., Any],
     ) -> None:
         self.pending: dict[str, LoggedMetric] = {}
+        self.is_in_flight = False
+        self.is_shadowed: Callable[[Tensor], bool] | None = None
         self._collectives = collectives
-        self._is_shadowed = is_shadowed
         self._reduce = reduce
         self._presence: list[tuple[bool, int]] = []
         self._next_loader = 0
         self._exchange = PackedExchange("logged_values")
-        self._in_flight: tuple[list[LoggedMetric], Callable[[], list[Tensor]]] | None = None
-
-    def accepts(self, value: Tensor) -> bool:
-        """Returns whether a value of a step is exchanged with others, and not at once; the same on all ranks."""
-        return value.is_cpu and not self._is_shadowed(value)
+        self._metrics: list[LoggedMetric] = []
+        self._finish: Callable[[], list[Tensor]] = list
 
     def start(self) -> None:
         """Starts to exchange the pending values. Collective: all ranks call it when a hook returns."""
-        metrics = [*self.pending.values()]
-        parts = [Part(key, metric.op, metric.step_value) for key, metric in self.pending.items()]
+        keys, metrics = [*self.pending], [*self.pending.values()]
         self.pending.clear()
         self.finish()
+        parts = zip(keys, [metric.op for metric in metrics], step_values(metrics), strict=True)
         try:
-            finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
+            self._finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
-        self._in_flight = metrics, finish
+        self._metrics, self.is_in_flight = metrics, True
 
     def finish(self) -> None:
         """Waits for the exchange of a step, if one is in flight, and stores the reduced values.
@@ -81,17 +84,16 @@ class LoggedValues:
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
         """
-        if self._in_flight is None:
+        if not self.is_in_flight:
             return
-        (metrics, finish), self._in_flight = self._in_flight, None
+        self.is_in_flight = False
         if self._collectives().is_local:
             return  # this rank has failed; its own values remain
         try:
-            values = finish()
+            values = self._finish()
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
-        for metric, value in zip(metrics, values, strict=True):
-            metric.set_step_value(value)
+        set_step_values(self._metrics, values)
 
     def reduce_epoch(self, metrics: Sequence[LoggedMetric], *, is_final: bool = True) -> None:
         """Reduces the values of an epoch. Collective: all ranks call it.
@@ -194,7 +196,7 @@ class LoggedValues:
     def reset(self) -> None:
         """Drops values that have not been exchanged, after the ranks have left their world."""
         self.pending.clear()
-        self._in_flight = None
+        self.is_in_flight, self.is_shadowed = False, None
         self._next_loader = 0
 
     def find_location(self) -> str:

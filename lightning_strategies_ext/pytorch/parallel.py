@@ -513,11 +513,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
 
     def _make_logged_values(self) -> LoggedValues:
-        def is_shadowed(value: Tensor) -> bool:
-            inputs = self._stage_context.uneven_inputs
-            return inputs is not None and inputs.handles_reduce(value, None)
-
-        return LoggedValues(lambda: self._active_collectives, is_shadowed, self.reduce)
+        return LoggedValues(lambda: self._active_collectives, self.reduce)
 
     def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
@@ -530,8 +526,11 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         context = self._stage_context
         if context.size > 1:
             ranks = context.rank, context.size
-            context.uneven_inputs = UnevenInputsController(
+            inputs = context.uneven_inputs = UnevenInputsController(
                 mode, trainer, context.collectives, context.gradient_exchange, *ranks, device
+            )
+            self._logged_values.is_shadowed = (
+                (lambda value: inputs.handles_reduce(value, None)) if mode == "join" else None
             )
 
     def _on_sigterm(self) -> None:
