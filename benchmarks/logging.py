@@ -283,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="rounds")
     parser.add_argument("--steps", type=int, default=48, help="timed steps per training")
-    parser.add_argument("--hosts", action="store_true", help="also between two hosts that are network namespaces")
+    parser.add_argument("--hosts", action="store_true", help="between two hosts that are network namespaces")
     parser.add_argument("--rate", type=float, default=1000.0, help="megabits per second between these hosts")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parse(parser, "two rounds of 12 steps", rounds=2, steps=12)
@@ -291,14 +291,15 @@ def main() -> None:
         run_rank(arguments.rank)
         return
     numbers = arguments.rounds, arguments.steps
-    results = {"one host": summarize(run_ranks(measure, [*CONTENDERS], *numbers))}
+    settings: dict[str, Any] = {"rounds": arguments.rounds, "steps": arguments.steps}
     if arguments.hosts:
-        between = measure_on_hosts([STOCK, OURS_OVER_GLOO], *numbers, arguments.rate)
-        results[f"two hosts, {arguments.rate:g} Mbit/s"] = summarize(between)
-    for title, summary in results.items():
-        present(title, summary)
-    settings = {"rounds": arguments.rounds, "steps": arguments.steps, "rate": arguments.rate}
-    write_json(arguments.output, "logging", {"settings": settings, "results": results})
+        per_rank = measure_on_hosts([STOCK, OURS_OVER_GLOO], *numbers, arguments.rate)
+        title, name, settings["rate"] = f"two hosts, {arguments.rate:g} Mbit/s", "logging_hosts", arguments.rate
+    else:
+        per_rank, title, name = run_ranks(measure, [*CONTENDERS], *numbers), "one host", "logging"
+    summary = summarize(per_rank)
+    present(title, summary)
+    write_json(arguments.output, name, {"settings": settings, "results": summary})
 
 
 if __name__ == "__main__":

@@ -158,7 +158,8 @@ class ExchangedResults(_ResultCollection):
 
     def metrics(self, on_step: bool) -> Any:
         if self.exchange is not None:
-            self.exchange.finish()
+            if self.exchange.is_in_flight:
+                self.exchange.finish()
             if not on_step:
                 self.reduce_epoch(is_final=False)
         return super().metrics(on_step)

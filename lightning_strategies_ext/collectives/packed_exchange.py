@@ -227,22 +227,23 @@ class PackedExchange:
                 :data:`MAX_GATHERED_RANKS` ranks, and the ranks have different values.
         """
         keys, ops, values = _transposed(parts)
-        if collectives.is_local or collectives.rank() is None or collectives.world_size() == 1:
+        if collectives.is_local or collectives.rank() is None or (size := collectives.world_size()) == 1:
             copies = [value.clone() for value in values]
             return lambda: copies
         layout = self._layout_of(kind, keys, ops, values)
         flag = _FINAL if is_final else _PARTIAL
-        if collectives.world_size() > MAX_GATHERED_RANKS:
+        if size > MAX_GATHERED_RANKS:
             return self._start_all_reduces(collectives, layout, values, describe, flag)
         message, rest = layout.pack(values, flag)
-        gathered, finish_gather = self._start_gather(collectives, message)
+        gathered = torch.empty(size * MESSAGE_NUM_BYTES, dtype=torch.uint8)
+        finish_gather = collectives.start_all_gather(gathered, message, self._name)
 
         def finish() -> Tensor:
             finish_gather()
             digests = gathered.view(torch.int64)[:: MESSAGE_NUM_BYTES // 8].tolist()
-            if digests.count(layout.digest) != len(digests):
+            if digests.count(layout.digest) != size:
                 self._raise_difference(collectives, digests, _flags_of(gathered), describe)
-            return gathered.view(len(digests), -1)[:, _HEADER_NUM_BYTES:]
+            return gathered.view(size, -1)[:, _HEADER_NUM_BYTES:]
 
         if rest is None:
             return lambda: layout.reduce(finish())
@@ -270,8 +271,8 @@ class PackedExchange:
         """
         layout = self._layout_of(kind, *_transposed(parts or ()))
         message, rest = layout.pack(_transposed(parts or ())[2], _ABSENT if parts is None else _FINAL)
-        gathered, finish_gather = self._start_gather(collectives, message)
-        finish_gather()
+        gathered = torch.empty(collectives.world_size() * MESSAGE_NUM_BYTES, dtype=torch.uint8)
+        collectives.start_all_gather(gathered, message, self._name)()
         digests, sizes, flags, _ = gathered.view(torch.int64).view(collectives.world_size(), -1)[:, :4].mT.tolist()
         present = [rank for rank, flag in enumerate(flags) if flag != _ABSENT]
         if not any(sizes):
@@ -289,10 +290,6 @@ class PackedExchange:
             rows = self._start_rest(collectives, rows, rest)()
         values = dict(zip([part.key for part in parts], layout.reduce(rows[present]), strict=True))
         return description, [values[key] for key, *_ in signature]
-
-    def _start_gather(self, collectives: Collectives, message: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        gathered = torch.empty(collectives.world_size() * MESSAGE_NUM_BYTES, dtype=torch.uint8)
-        return gathered, collectives.start_all_gather(gathered, message, self._name)
 
     def _start_rest(self, collectives: Collectives, first: Tensor, rest: Tensor) -> Callable[[], Tensor]:
         rests = torch.empty(len(first) * len(rest), dtype=torch.uint8)

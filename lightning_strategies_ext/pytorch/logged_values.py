@@ -87,8 +87,6 @@ class LoggedValues:
         if not self.is_in_flight:
             return
         self.is_in_flight = False
-        if self._collectives().is_local:
-            return  # this rank has failed; its own values remain
         try:
             values = self._finish()
         except DifferentPartsError as error:
@@ -194,7 +192,7 @@ class LoggedValues:
                 results.add_reduced(each, value, self._reduce)
 
     def reset(self) -> None:
-        """Drops values that have not been exchanged, after the ranks have left their world."""
+        """Drops values that have not been exchanged, after this rank has failed or has left its world."""
         self.pending.clear()
         self.is_in_flight, self.is_shadowed = False, None
         self._next_loader = 0

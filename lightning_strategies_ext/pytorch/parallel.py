@@ -427,6 +427,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._stage_context.local_collectives or self.collectives
 
     def _fail(self, exception: BaseException) -> None:
+        self._logged_values.reset()
         self._stage_context.mark_failed(exception, self.global_rank, self.world_size)
 
     def _enter_world(
