@@ -70,7 +70,8 @@ class LoggedValues:
         """Starts to exchange the pending values. Collective: all ranks call it when a hook returns."""
         keys, metrics = [*self.pending], [*self.pending.values()]
         self.pending.clear()
-        self.finish()
+        if self.is_in_flight:
+            self.finish()
         parts = zip(keys, [metric.op for metric in metrics], step_values(metrics), strict=True)
         try:
             self._finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
