@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
+    from lightning_strategies_ext.exceptions import LoggedKeysError as LoggedKeysError
     from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
     from lightning_strategies_ext.exceptions import RankDisagreementError as RankDisagreementError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
@@ -74,6 +75,7 @@ _EXPORTS = {
     "ChecksOptions": "lightning_strategies_ext.checks",
     "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
+    "LoggedKeysError": "lightning_strategies_ext.exceptions",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",
     "RankDisagreementError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",

@@ -20,6 +20,13 @@ class RankDisagreementError(RuntimeError):
     """The ranks have different values of what must be equal; the message contains the values. Raised on every rank."""
 
 
+class LoggedKeysError(ValueError):
+    """The ranks log different keys with ``sync_dist=True``; the message names the keys, the ranks, and the lines.
+
+    Raised on every rank.
+    """
+
+
 class RankFailedError(RuntimeError):
     """Another rank has failed, so this rank stops; the message contains the rank, its step, and the reason.
 

@@ -64,7 +64,7 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
     return replace_method(connector, "_resolve_sampler", resolve)
 
 
-def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -> Callable[[], None]:
+def evaluate_without_data(trainer: Any, count_ranks: Callable[[list[bool]], list[int]]) -> Callable[[], None]:
     """Makes a rank without batches run the hooks of an evaluation for which other ranks have batches.
 
     A loop runs no hook if the sum of its ``max_batches`` is 0. ``setup_data`` creates a new list of them, and rejects a
@@ -73,7 +73,8 @@ def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -
 
     Args:
         trainer: The Trainer.
-        does_any_rank: Collective that returns whether its argument is True on any rank.
+        count_ranks: Collective that returns, for each flag, on how many ranks it is True. It receives whether this rank
+            has batches: one flag per DataLoader if the loop runs them one after the other, otherwise one.
 
     Returns:
         A function that reverts the change.
@@ -102,21 +103,23 @@ def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -
         if max_batches is seen or not is_allowed:
             return
         seen = max_batches
-        has_batches = sum(max_batches) > 0
-        if does_any_rank(has_batches) and not has_batches:
+        loader = loop._combined_loader
+        is_sequential = loader is not None and loader._mode == "sequential"
+        has_batches = [num > 0 for num in max_batches] if is_sequential else [sum(max_batches) > 0]
+        if any(count_ranks(has_batches)) and not any(has_batches):
             max_batches[:] = [1] * len(max_batches)
 
     return replace_method(loop, "setup_data", setup_data_of_all_ranks)
 
 
-def evaluate_together(trainer: Any, does_any_rank: Callable[[bool], bool]) -> ExitStack:
+def evaluate_together(trainer: Any, count_ranks: Callable[[list[bool]], list[int]]) -> ExitStack:
     """Makes ranks without batches run the hooks of an evaluation, with the arguments of :func:`evaluate_without_data`.
 
     Returns:
         A stack that reverts the changes.
     """
     stack = ExitStack()
-    stack.callback(evaluate_without_data(trainer, does_any_rank))
+    stack.callback(evaluate_without_data(trainer, count_ranks))
     if trainer.state.fn == TrainerFn.PREDICTING:
         stack.callback(predict_with_few_samples(trainer))
     return stack

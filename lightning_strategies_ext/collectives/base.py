@@ -61,6 +61,8 @@ class Collectives(ABC):
 
     #: Further values of ``reduce_op`` that the engine supports.
     extra_reduce_ops: dict[str, str] = {}  # noqa: RUF012
+    #: Whether only this rank takes part, so that a reduction returns its input.
+    is_local = False
     #: Dtypes of tensors that the engine reduces in place.
     native_dtypes: frozenset[torch.dtype] = NATIVE
 
@@ -90,11 +92,25 @@ class Collectives(ABC):
         """Overwrites tensors with those of rank ``src``; starts all broadcasts before it waits for the first."""
 
     @abstractmethod
-    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Starts to sum a tensor over all ranks, in place, concurrently with other operations.
+    def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        """Starts to reduce a tensor over all ranks, in place, concurrently with other operations.
 
         Args:
             tensor: Contiguous tensor of a dtype in :attr:`native_dtypes`, of the same shape on all ranks.
+            op: "sum", "min", or "max".
+            name: Name of the operation, equal on all ranks, that distinguishes it from concurrent operations.
+
+        Returns:
+            Function that waits until the operation has ended.
+        """
+
+    @abstractmethod
+    def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Starts to gather the bytes of one tensor from each rank, concurrently with other operations.
+
+        Args:
+            output: Flat tensor that receives the tensors of all ranks, in rank order.
+            tensor: Flat tensor, of the same size and dtype on all ranks. It is not modified until the operation ends.
             name: Name of the operation, equal on all ranks, that distinguishes it from concurrent operations.
 
         Returns:
@@ -110,6 +126,10 @@ class Collectives(ABC):
         """
 
     # --- operations built on them ---
+
+    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Starts to sum a tensor over all ranks, in place; see :meth:`start_all_reduce`."""
+        return self.start_all_reduce(tensor, "sum", name)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks; every rank receives the result.

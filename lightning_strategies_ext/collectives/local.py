@@ -22,6 +22,8 @@ class LocalCollectives(Collectives):
         world_size: Number of ranks.
     """
 
+    is_local = True
+
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(lambda: torch.device("cpu"))
         self._rank = rank
@@ -51,8 +53,13 @@ class LocalCollectives(Collectives):
         """Returns the decision of this rank."""
         return bool(decision)
 
-    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
         """Leaves the tensor unchanged."""
+        return lambda: None
+
+    def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Copies this rank's tensor to each place of the output."""
+        self._all_gather(output, tensor, None)
         return lambda: None
 
     def barrier(self, name: str | None = None) -> None:

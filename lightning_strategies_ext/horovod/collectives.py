@@ -113,12 +113,23 @@ class HorovodCollectives(Collectives):
         gathered, sizes = synchronize(data_handle), synchronize(sizes_handle).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
 
-    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Starts the sum of a tensor over all ranks, in place; the returned function waits for it."""
-        handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=hvd.Sum)
+    def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        """Starts the reduction of a tensor over all ranks, in place; the returned function waits for it."""
+        handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=_OPS[op])
 
         def finish() -> None:
             synchronize(handle)
+
+        return finish
+
+    def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Starts to gather one tensor from each rank; the returned function waits and fills the output."""
+        with torch.inference_mode(False):  # Horovod resizes the output on its background thread
+            sent = (tensor.clone() if tensor.is_inference() else tensor).view(torch.uint8)
+            handle = hvd.allgather_async(sent, name=f"lightning_strategies_ext.{name}")
+
+        def finish() -> None:
+            output.copy_(synchronize(handle).view(output.dtype))
 
         return finish
 

@@ -29,7 +29,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext._lightning import strategy_parts, user_modules
 from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
@@ -262,14 +262,14 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
             self._features.attach(user_modules.unwrapped_optimizers(self.optimizers))
-        trainer_logging.skip_needless_moves(trainer)
+        self._prepare_logging(trainer)
         self._begin_stage(trainer)
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         super()._begin_stage(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+            self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:

@@ -167,7 +167,7 @@ class DataParallelStrategy(LightningParallelStrategy):
                     f" batches that the Trainer fetches. Use `{name}(self, batch, batch_idx)`, or"
                     " `strategy='ddp_ext'`."
                 )
-        trainer_logging.skip_needless_moves(trainer)
+        trainer_logging.prepare_logging(trainer, None)
         super().setup(trainer)
 
     @override

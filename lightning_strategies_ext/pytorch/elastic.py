@@ -106,6 +106,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         Args:
             is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
         """
+        self._logged_values.reset()
         self._stage_context.leave() if is_coordinated else self._stage_context.abandon()
         self.membership.leave(is_coordinated=is_coordinated)
         elastic_monitor().mark_finished()

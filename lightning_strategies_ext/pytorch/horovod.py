@@ -23,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
 from lightning_strategies_ext.checks import ChecksOptions, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
@@ -273,7 +273,7 @@ class HorovodStrategy(ParallelStrategy):
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
         self._undo.callback(MetricSync(lambda: self.collectives).close)
-        trainer_logging.skip_needless_moves(trainer)
+        self._prepare_logging(trainer)
         self._begin_stage(trainer)
 
     @override
@@ -292,7 +292,7 @@ class HorovodStrategy(ParallelStrategy):
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
             exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
             self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
-        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
+        self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override
     def model_to_device(self) -> None:

@@ -21,7 +21,14 @@ from torch.distributed import Store
 from typing_extensions import Self, override
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext._lightning import samplers, trainer_data, trainer_signals, trainer_stages, user_modules
+from lightning_strategies_ext._lightning import (
+    samplers,
+    trainer_data,
+    trainer_logging,
+    trainer_signals,
+    trainer_stages,
+    user_modules,
+)
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.checks import ChecksOptions, check_checks
@@ -36,11 +43,13 @@ from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import start_agreement
+from lightning_strategies_ext.pytorch.logged_values import LoggedValues
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
+from lightning_strategies_ext.uneven.control import UnevenInputs
 
 T = TypeVar("T")
 
@@ -107,6 +116,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         )
         self._stage_context = StageContext(self._engine)
         self._features = Features()  # of the gradient exchange
+        self._logged_values = self._make_logged_values()
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -192,21 +202,31 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._before_forward_of_step()
         inputs = self._stage_context.uneven_inputs
         if inputs is None or not inputs.is_needed:
-            return super().training_step(*args, **kwargs)
-        with inputs.around_training_step():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        else:
+            with inputs.around_training_step():
+                output = super().training_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one validation step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
-        return super().validation_step(*args, **kwargs)
+        output = super().validation_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one test step, or stops before it if the ranks have agreed to stop there."""
         self._before_evaluation_step()
-        return super().test_step(*args, **kwargs)
+        output = super().test_step(*args, **kwargs)
+        if self._logged_values.pending:
+            self._logged_values.start()
+        return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,6 +354,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._stage_context.local_collectives or self.collectives
 
     def _fail(self, exception: BaseException) -> None:
+        self._logged_values.reset()
         self._stage_context.mark_failed(exception, self.global_rank, self.world_size)
 
     def _enter_stage(
@@ -358,6 +379,22 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             leave()
             self._enter_stage(join, None, abort, progress)
 
+    def _prepare_logging(self, trainer: "pl.Trainer") -> None:
+        """Makes ``self.log`` exchange the values of a step together, unless a subclass or a GPU reduces them."""
+        self._logged_values = self._make_logged_values()
+        is_packed = self.root_device.type == "cpu" and type(self).reduce is ParallelStrategy.reduce
+        trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
+
+    def _make_logged_values(self) -> LoggedValues:
+        return LoggedValues(lambda: self._active_collectives, self.reduce, lambda: self.root_device)
+
+    def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
+        """Starts the handling of uneven inputs in ``fit``, with small tensors on a device. Collective."""
+        self._stage_context.start_uneven_inputs(mode, trainer, device)
+        inputs = self._stage_context.uneven_inputs
+        if inputs is not None and mode == "join":
+            self._logged_values.is_shadowed = lambda value: inputs.handles_reduce(value, None)
+
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements of a stage. Collective: all ranks call it."""
         context = self._stage_context
@@ -365,7 +402,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if context.failure_monitor is not None:
             context.handle_stage_exits(is_job=self._worker is None)
         if context.size > 1:
-            context.evaluation = trainer_data.evaluate_together(trainer, self._decide_any)
+            context.evaluation = trainer_data.evaluate_together(trainer, self._logged_values.count_evaluating)
 
     def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool | None = None) -> None:
         """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it.
@@ -408,4 +445,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_observer": None}
+        return {**super().__getstate__(), "_observer": None, "_logged_values": None}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._logged_values = self._make_logged_values()

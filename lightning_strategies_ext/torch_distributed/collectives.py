@@ -16,6 +16,8 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.torch_distributed import process_group
 
+#: Size of an int64.
+_WORD_NUM_BYTES = 8
 _OPS = {
     "sum": ReduceOp.SUM,
     "min": ReduceOp.MIN,
@@ -53,17 +55,27 @@ class TorchCollectives(Collectives):
         """Returns the number of ranks of a process group."""
         return dist.get_world_size(group)
 
-    def start_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Starts to sum a tensor in place over all ranks; returns a callable that waits for the sum.
+    def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
+        """Starts to reduce a tensor in place over all ranks; returns a callable that waits for the result.
 
         torch.distributed matches operations by their order and ignores ``name``.
         """
-        work = dist.all_reduce(tensor, async_op=True)
+        wait: Callable[[], None] = dist.all_reduce(tensor, _OPS[op], async_op=True).wait
+        return wait
 
-        def finish() -> None:
-            work.wait()
+    def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Starts to gather one tensor from each rank; returns a callable that waits for the output.
 
-        return finish
+        The native library of ``shm`` has no all-gather, but sums of integers: each rank adds zeros to what others send.
+        It takes a tenth of the time of an all-gather in rounds.
+        """
+        group: Any = dist.group.WORLD
+        if not isinstance(group, ShmProcessGroup) or not group.is_compiled or tensor.nbytes % _WORD_NUM_BYTES:
+            wait: Callable[[], None] = _all_gather_single(output, tensor, async_op=True).wait
+            return wait
+        words = output.view(torch.uint8).view(torch.int64)
+        words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
+        return self.start_all_reduce(words, "sum", name)
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have called it.

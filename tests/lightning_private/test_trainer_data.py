@@ -165,12 +165,12 @@ def test_a_rank_without_batches_runs_the_hooks_if_another_rank_has_batches() -> 
 
     empty = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset(), []))
     for stage in (TrainerFn.VALIDATING, TrainerFn.PREDICTING):
-        for does_any_rank in (False, True):
+        for num_ranks in (0, 1):
             module, trainer = Evaluates(), make_trainer("auto", devices=1)
             module.allow_zero_length_dataloader_with_multiple_devices = True
             trainer.state.fn = stage
             trainer.strategy._lightning_module = module
-            undo = trainer_data.evaluate_without_data(trainer, lambda has_batches, it=does_any_rank: it)
+            undo = trainer_data.evaluate_without_data(trainer, lambda _, num=num_ranks: [num])
             if stage == TrainerFn.VALIDATING:
                 trainer.validate(module, empty, verbose=False)
             else:

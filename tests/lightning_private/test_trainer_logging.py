@@ -38,7 +38,7 @@ def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, floa
     pl.seed_everything(5, verbose=False)
     trainer = single_process_trainer()
     if is_skipping:
-        trainer_logging.skip_needless_moves(trainer)
+        trainer_logging.prepare_logging(trainer, None)
     trainer.fit(LogsTensorsAndMetrics(), loader(), loader())
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     num_moves_in_fit = num_moves
@@ -124,7 +124,7 @@ def test_what_another_process_has_added_up_is_added_to() -> None:
     sums: Any = ((False, None), {})
     for expected in (6.0, 12.0):
         trainer = make_trainer("auto", devices=1, max_epochs=1)
-        trainer_logging.skip_needless_moves(trainer)
+        trainer_logging.prepare_logging(trainer, None)
         model = GoesOn(sums)
         trainer.fit(model, loader(num_samples=16, batch_size=4))
         assert trainer.callback_metrics["per_epoch"].item() == expected

@@ -168,6 +168,7 @@ class Net(pl.LightningModule):
         self.disturb("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss_of_all", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.counted(len(batch[1]))
         self.log("counted", self.counted, on_epoch=True, on_step=False)
         self.log("seen", float(len(batch[1])), on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)

@@ -1,0 +1,412 @@
+"""Values of ``self.log(..., sync_dist=True)``: those of Lightning's ``ddp``, in one exchange, matched by key."""
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader
+
+from lightning_strategies_ext import DDPStrategy, LoggedKeysError
+from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from tests.support.horovod_ranks import try_horovod
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import leave_process_group, outcomes_of_ranks, run_ranks
+
+pytestmark = pytest.mark.processes
+
+OPERATIONS = ("mean", "sum", "min", "max")
+
+
+class Recorder(DummyLogger):
+    """Keeps what loggers receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.received.append((step, dict(metrics)))
+
+
+class Observes(pl.Callback):
+    """Keeps what callbacks and progress bars can read in each hook, and logs values itself."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, float], dict[str, float]]] = []
+
+    def observe(self, hook: str, trainer: pl.Trainer) -> None:
+        bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        self.seen.append((hook, {name: value.item() for name, value in trainer.callback_metrics.items()}, bar))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        module.log("callback", float(trainer.global_rank), sync_dist=True, on_step=True, on_epoch=True)
+        self.observe("batch", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.observe("train", trainer)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.observe("validation", trainer)
+        module.log("callback_end", 3.0 * trainer.global_rank, sync_dist=True)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.observe("end", trainer)
+
+
+class LogsEverything(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for op in OPERATIONS:
+            value = loss.detach().double() if op == "max" else loss
+            self.log(f"{op}_both", value, sync_dist=True, reduce_fx=op, on_step=True, on_epoch=True, prog_bar=True)
+            self.log(f"{op}_step", loss * 2, sync_dist=True, reduce_fx=op)
+            self.log(f"{op}_epoch", loss * 3, sync_dist=True, reduce_fx=op, on_step=False, on_epoch=True, batch_size=6)
+        self.log("own", loss, on_step=True, on_epoch=True)
+        if self.global_rank == 0:
+            self.log("first", loss, sync_dist=True, rank_zero_only=True)
+        self.log("graph", loss, sync_dist=True, enable_graph=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_end", float(self.global_rank), sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, prog_bar=True)
+        self.log("step_loss", loss, sync_dist=True, on_step=True)
+        self.log(f"named_{dataloader_idx}", loss, sync_dist=True, add_dataloader_idx=False, reduce_fx="max")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validation_end", float(self.global_rank), sync_dist=True)
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+
+def log_with_both() -> list[Any]:
+    seen = []
+    for name in ("ddp_ext", "ddp"):
+        pl.seed_everything(11, verbose=False)
+        observes, recorder = Observes(), Recorder()
+        trainer = make_trainer(
+            name, callbacks=[observes], logger=recorder, log_every_n_steps=1, num_sanity_val_steps=2, max_epochs=2
+        )
+        model = LogsEverything()
+        trainer.fit(model, loader(48), [loader(32), loader(16)])
+        fitted = {key: value.item() for key, value in trainer.callback_metrics.items()}
+        validated = trainer.validate(model, [loader(32), loader(16)], verbose=False)
+        tested = trainer.test(model, loader(32), verbose=False)
+        seen.append((fitted, validated, tested, observes.seen, recorder.received))
+        leave_process_group()
+    return seen
+
+
+def test_step_and_epoch_values_are_bitwise_those_of_ddp() -> None:
+    for ours, theirs in run_ranks(log_with_both):
+        assert ours == theirs
+        fitted, _, _, seen, received = ours
+        assert len(fitted) > 20
+        assert len(seen) == 2 + 2 * (6 + 3) + 2  # sanity check, two epochs, validate
+        assert len(received) > 20
+
+
+# --- the order of keys, and different keys ---
+
+
+class LogsInOrder(MLP):
+    """Logs the given keys of its rank: the value of a key is the same on all ranks."""
+
+    VALUES = {"a": 1.0, "b": 100.0, "c": 7.0}  # noqa: RUF012
+
+    def __init__(self, hook: str, keys: tuple[str, str]) -> None:
+        super().__init__()
+        self.hook, self.keys = hook, keys
+
+    def log_in(self, hook: str, **settings: Any) -> None:
+        for key in self.keys[self.global_rank] if hook == self.hook else ():
+            self.log(f"loss_{key}", self.VALUES[key], sync_dist=True, **settings)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_in("training_step")
+        self.log_in("training epoch", on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_in("validation_step")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_in("on_validation_epoch_end")
+
+
+HOOKS = ("training_step", "training epoch", "validation_step", "on_validation_epoch_end")
+
+
+def log_in_order(make_strategy: Callable[[], Any], hook: str, keys: tuple[str, str]) -> dict[str, float]:
+    trainer = make_trainer(make_strategy(), max_epochs=1)
+    trainer.fit(LogsInOrder(hook, keys), loader(16), loader(16))
+    return {key: value.item() for key, value in trainer.callback_metrics.items()}
+
+
+def over_shm() -> Any:
+    return DDPStrategy(process_group_backend="shm")
+
+
+def over_gloo() -> Any:
+    return DDPStrategy(process_group_backend="gloo")
+
+
+def over_horovod() -> Any:
+    return "horovod_ext"
+
+
+def log_everywhere_in_order(make_strategy: Callable[[], Any]) -> list[dict[str, float]]:
+    return [log_in_order(make_strategy, hook, ("ab", "ba")) for hook in HOOKS]
+
+
+@pytest.mark.parametrize("make_strategy", [over_shm, over_gloo])
+def test_the_order_of_keys_does_not_matter(make_strategy: Callable[[], Any]) -> None:
+    for outcomes in run_ranks(log_everywhere_in_order, make_strategy):
+        assert outcomes == [{"loss_a": 1.0, "loss_b": 100.0}] * len(HOOKS)
+
+
+def test_the_order_of_keys_does_not_matter_over_horovod() -> None:
+    _, outcomes = try_horovod("horovodrun", log_everywhere_in_order, over_horovod)
+    assert [*outcomes.values()] == [[{"loss_a": 1.0, "loss_b": 100.0}] * len(HOOKS)] * 2
+
+
+def errors(*args: Any) -> list[str]:
+    """Returns the errors of the ranks; on a busy machine, a rank that is late to raise may be killed by the other."""
+    outcomes = outcomes_of_ranks(*args)
+    assert all(outcome.error is not None and outcome.exit_code != 0 for outcome in outcomes), outcomes
+    raised = [outcome.error or "" for outcome in outcomes if outcome.exit_code != -signal.SIGKILL]
+    assert raised, outcomes
+    return raised
+
+
+def text_for(hook: str) -> tuple[str, str]:
+    place = "training_step" if hook == "training epoch" else hook
+    return (
+        f"Rank 0 reduces logged values ['loss_a', 'loss_b'] in {place} (",
+        f"), rank 1 reduces ['loss_b', 'loss_c'] in {place} (",
+    )
+
+
+@pytest.mark.parametrize("make_strategy", [over_shm, over_gloo])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_key_that_only_one_rank_logs_is_an_error_that_names_it(hook: str, make_strategy: Callable[[], Any]) -> None:
+    for error in errors(log_in_order, make_strategy, hook, ("ab", "bc")):
+        assert all(part in error for part in (*text_for(hook), "test_logged_values.py:")), error
+
+
+def test_a_key_that_only_one_rank_logs_is_an_error_over_horovod() -> None:
+    output, outcomes = try_horovod("horovodrun", log_in_order, over_horovod, "training_step", ("ab", "bc"))
+    for outcome in outcomes.values():
+        assert outcome.name == LoggedKeysError.__name__
+        assert all(part in outcome.text for part in text_for("training_step")), output
+
+
+def log_other_reduction() -> None:
+    class LogsOtherReduction(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for key in range(12):
+                self.log(f"key_{key}", 1.0, sync_dist=True)
+            self.log("loss", 1.0, sync_dist=True, reduce_fx=("mean", "sum")[self.global_rank])
+            return self.loss(batch)
+
+    make_trainer("ddp_ext", max_epochs=1).fit(LogsOtherReduction(), loader(16))
+
+
+def test_another_reduction_on_one_rank_is_an_error_that_names_it() -> None:
+    for error in errors(log_other_reduction):
+        assert "Rank 0 reduces logged values ['loss' (mean, float32)] and 12 others in training_step" in error
+        assert "rank 1 reduces ['loss' (sum, float32)] and 12 others in training_step" in error
+
+
+# --- what is exchanged when ---
+
+
+class CountExchanges(pl.Callback):
+    """Counts the exchanges of logged values, and all reductions, in each part of a stage."""
+
+    def __init__(self) -> None:
+        self.part = "start"
+        self.counts: dict[str, Counter[str]] = {}
+        for name in ("start_all_gather", "_all_reduce"):
+            self.count_calls(name)
+
+    def count_calls(self, name: str) -> None:
+        method = getattr(TorchCollectives, name)
+
+        def count_and_call(collectives: Any, *args: Any) -> Any:
+            self.counts.setdefault(self.part, Counter())[name] += 1
+            return method(collectives, *args)
+
+        setattr(TorchCollectives, name, count_and_call)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.part = "training step"
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.part = "end of training epoch"
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.part = "validation step"
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        self.part = "end of validation"
+
+
+class LogsMany(MLP):
+    def __init__(self, is_synchronized: bool) -> None:
+        super().__init__()
+        self.is_synchronized = is_synchronized
+
+    def log_many(self, **settings: Any) -> None:
+        for key in range(20):
+            op = OPERATIONS[key % len(OPERATIONS)]
+            self.log(f"key_{key}", float(key), sync_dist=self.is_synchronized, reduce_fx=op, **settings)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_many(on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_many(on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        for key in range(5):
+            self.log(f"end_{key}", 1.0, sync_dist=self.is_synchronized)
+
+
+def count_exchanges(is_synchronized: bool) -> dict[str, Counter[str]]:
+    counts = CountExchanges()
+    trainer = make_trainer("ddp_ext", callbacks=[counts], max_epochs=1)
+    trainer.fit(LogsMany(is_synchronized), loader(32), loader(32))
+    counts.counts.pop("start")
+    return counts.counts
+
+
+def test_twenty_values_take_one_exchange_per_step_and_one_at_the_end_of_an_epoch() -> None:
+    num_steps, once = 4, Counter(start_all_gather=1)
+    for counts in run_ranks(count_exchanges, True):
+        assert counts.pop("training step") == Counter(start_all_gather=num_steps)
+        assert counts.pop("validation step") == once  # before the hooks at the end of the epoch
+        # The values that hooks have logged, and those of the training epoch.
+        assert counts.pop("end of validation") == Counter(start_all_gather=2)
+        assert sum(counts.values(), Counter()) == Counter()
+
+
+def test_nothing_is_exchanged_without_sync_dist() -> None:
+    for counts in run_ranks(count_exchanges, False):
+        assert sum(counts.values(), Counter()) == Counter()
+
+
+class ReadsInHook(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rank", float(self.global_rank), sync_dist=True)
+        self.in_hook = self.trainer.callback_metrics["rank"].item()
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.after_hook = self.trainer.callback_metrics["rank"].item()
+
+
+def read_in_hook() -> tuple[float, float]:
+    model = ReadsInHook()
+    make_trainer("ddp_ext", max_epochs=1).fit(model, loader(16))
+    return model.in_hook, model.after_hook
+
+
+def test_a_read_in_the_hook_gives_the_own_value_and_a_later_read_the_reduced_value() -> None:
+    assert run_ranks(read_in_hook) == [(0.0, 0.5), (1.0, 0.5)]
+
+
+class ReadsOnRankZero(pl.Callback):
+    """Like a progress bar, which only rank 0 has: reads after some values of a hook have been logged."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        module.log("before", float(trainer.global_rank), sync_dist=True)
+        if trainer.is_global_zero:
+            self.read = trainer.callback_metrics["before"].item()
+
+
+class LogsAtEnd(MLP):
+    def on_train_epoch_end(self) -> None:
+        self.log("after", 3.0 * self.global_rank, sync_dist=True)
+
+
+def read_on_rank_zero() -> tuple[Any, float, float]:
+    reads = ReadsOnRankZero()
+    trainer = make_trainer("ddp_ext", callbacks=[reads], max_epochs=2)
+    trainer.fit(LogsAtEnd(), loader(16))
+    metrics = trainer.callback_metrics
+    return getattr(reads, "read", None), metrics["before"].item(), metrics["after"].item()
+
+
+def test_one_rank_may_read_before_all_values_of_a_hook_are_logged() -> None:
+    assert run_ranks(read_on_rank_zero) == [(0.5, 0.5, 1.5), (None, 0.5, 1.5)]
+
+
+class CountsSamples(MLP):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        features = batch[0]
+        self.log("mean", features.mean(), sync_dist=True, batch_size=len(features))
+        self.log("max", features.max(), sync_dist=True, reduce_fx="max")
+
+
+class RankBatches(DataLoader):
+    """Samples of one rank: the given number of ones, plus its rank."""
+
+    def __init__(self, num_samples: int, rank: int) -> None:
+        samples = [(torch.tensor(1.0 + rank), 0)] * num_samples
+        super().__init__(samples, batch_size=2)
+
+
+def evaluate_uneven(*num_samples: tuple[int, ...]) -> dict[str, float]:
+    trainer = make_trainer("ddp_ext", use_distributed_sampler=False)
+    model = CountsSamples()
+    model.allow_zero_length_dataloader_with_multiple_devices = True
+    loaders = [RankBatches(number, trainer.global_rank) for number in num_samples[trainer.global_rank]]
+    trainer.validate(model, loaders, verbose=False)
+    return {key: value.item() for key, value in trainer.callback_metrics.items()}
+
+
+def test_a_mean_is_that_of_all_samples_of_all_ranks() -> None:
+    # Three and four samples: Lightning divides by the mean number, which it rounds down to three.
+    assert run_ranks(evaluate_uneven, (3,), (4,)) == [{"mean": pytest.approx(11 / 7), "max": 2.0}] * 2
+
+
+@pytest.mark.parametrize(
+    "num_samples", [((0,), (3,)), ((0, 0), (2, 4)), ((2, 0, 1), (0, 4, 2)), ((0, 2, 0), (1, 1, 1))]
+)
+def test_a_rank_without_batches_receives_the_values_of_other_ranks(num_samples: Any) -> None:
+    expected = {}
+    for index, numbers in enumerate(zip(*num_samples, strict=True)):
+        suffix = f"/dataloader_idx_{index}" if len(num_samples[0]) > 1 else ""
+        mean = sum(number * (1.0 + rank) for rank, number in enumerate(numbers)) / sum(numbers)
+        expected[f"mean{suffix}"] = pytest.approx(mean)
+        expected[f"max{suffix}"] = max(1.0 + rank for rank, number in enumerate(numbers) if number)
+    for metrics in run_ranks(evaluate_uneven, *num_samples):
+        assert metrics == expected
+
+
+class OwnReduce(DDPStrategy):
+    num_calls = 0
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return super().reduce(tensor, *args, **kwargs)
+
+
+def reduce_by_subclass() -> int:
+    strategy = OwnReduce()
+    make_trainer(strategy, max_epochs=1).fit(LogsMany(True), loader(8))
+    return strategy.num_calls
+
+
+def test_a_subclass_that_overrides_reduce_reduces_each_value() -> None:
+    assert min(run_ranks(reduce_by_subclass)) >= 2 * 20
