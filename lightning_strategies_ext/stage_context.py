@@ -6,11 +6,12 @@ world, so that a stage starts without the failure, the interrupt, and the keys i
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import PrefixStore, Store
 
+from lightning_strategies_ext import identities
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 LOCAL_REASON_TIMEOUT_S = 0.75
 REMOTE_REASON_TIMEOUT_S = 2.0
 _EXPLAINED = (RankFailedError, UnevenInputsError)
+
+
+class BatchProgress(Protocol):
+    """Progress of the Trainer's training epoch."""
+
+    ready: int
 
 
 class StageContext:
@@ -53,6 +60,8 @@ class StageContext:
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
+        batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
+            ranks may differ in it, or outside ``fit``.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class StageContext:
         self.gradient_exchange: GradientExchange | None = None
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
+        self.batch_progress: BatchProgress | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -85,6 +95,7 @@ class StageContext:
         self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
         self._must_requeue: bool = previous is not None and previous._must_requeue
         self._is_interrupted = self._must_stop = False
+        identities.current.identity = 0  # an exception may have ended the last backward pass
         if previous is not None:
             previous._close()
 
@@ -265,6 +276,7 @@ class StageContext:
     def mark_failed(self, exception: BaseException, rank: int, world_size: int) -> None:
         """Announces that this rank has failed; from now on its collectives are local."""
         self.local_collectives = LocalCollectives(rank, world_size)
+        identities.current.identity = 0
         if self.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
             self.failure_monitor.announce_failure(exception)
 

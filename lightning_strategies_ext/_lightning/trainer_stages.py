@@ -23,6 +23,7 @@ _UNSAVED = {
 __all__ = [
     "TunerExitException",
     "apply_settings",
+    "batch_progress_of",
     "wrap_before_fetch",
     "set_hooks_enabled",
     "connectors_of",
@@ -53,6 +54,11 @@ def loops_of(trainer: Any) -> list[Any]:
         found += inner
         waiting += inner
     return found
+
+
+def batch_progress_of(trainer: Any) -> Any:
+    """Returns an object whose ``ready`` is the number of batches that the training epoch has begun (2.5 to 2.6)."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current
 
 
 def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:

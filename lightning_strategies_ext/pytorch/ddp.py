@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
+from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, trainer_stages, user_modules
 from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -49,6 +49,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method_interactive,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
+from lightning_strategies_ext.identities import BATCH, GRADIENTS, current
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
@@ -413,6 +414,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
+            self._stage_context.batch_progress = trainer_stages.batch_progress_of(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -511,6 +513,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.before_backward()
+        if (progress := self._stage_context.batch_progress) is not None:
+            exchanges = getattr(self.model, "require_backward_grad_sync", False)
+            current.identity = GRADIENTS + progress.ready * BATCH if exchanges else 0
         for before_backward in self._features.before_backward:
             before_backward(closure_loss)
 
@@ -521,6 +526,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         Raises:
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
+        current.identity = 0
         for after_backward in self._features.after_backward:
             after_backward()
         if self._stage_context.uneven_inputs is not None:

@@ -51,14 +51,18 @@
 #include <time.h>
 
 enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 512, WAKE_BYTES = 16, LOOKS = 4 };
-enum { DONE = 0, WAITS = 1, MISMATCH = 2 }; /* MISMATCH + a rank */
+enum { DONE = 0, WAITS = 1, MISMATCH = 2 };
 
 /* Control block at the start of each rank's segment; the slots begin one page after it. */
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t published; /* number of events */
     _Alignas(LINE) _Atomic uint64_t note;      /* awaited event, times 256, plus the rank that publishes it, plus 1 */
-    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare */
+    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare: what is reduced, and how */
+    uint64_t identities[2];                    /* the same operations: why, see identities.py */
 } Board;
+
+/* Fields of an identity: kind, bucket, batch. As in identities.py. */
+static const uint64_t FIELDS[] = {0xff, 0xffff00, 0xffffffffff000000};
 
 typedef void (*Reduce)(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average);
 
@@ -326,9 +330,10 @@ void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t bo
 }
 
 /* Begins to reduce a nonempty tensor, after the previous operation has ended. The result is written to the copies, one
- * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. */
+ * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. The
+ * identity states what the tensor is for; 0 if it is unknown. */
 void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes,
-                      char *const *copies)
+                      char *const *copies, uint64_t identity)
 {
     g->tensor = tensor;
     g->reduce = TYPES[type].reduce;
@@ -347,6 +352,7 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     g->has_compared = 0;
     g->first_event = g->events;
     g->boards[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
+    g->boards[g->rank]->identities[g->tensors % 2] = identity;
     if (copies) {
         memcpy(g->copies, copies, (size_t)g->size * sizeof *copies);
         if (tensor != copies[g->rank])
@@ -362,6 +368,28 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
 /* Returns the operation of a rank: number of items, times 256, plus twice the type, plus whether it is an average. */
 uint64_t all_reduce_call(const Group *g, int rank) { return g->boards[rank]->calls[g->tensors % 2]; }
 
+/* Returns the identity of a rank's operation. */
+uint64_t all_reduce_identity(const Group *g, int rank) { return g->boards[rank]->identities[g->tensors % 2]; }
+
+/* Returns whether ranks have begun different operations. A field of an identity that is 0 does not differ, so each rank
+ * compares the fields of all ranks with each other, and all ranks come to the same result. */
+static int differ(const Group *g)
+{
+    uint64_t known = 0;
+    for (int rank = 0; rank < g->size; rank++) {
+        uint64_t identity = all_reduce_identity(g, rank);
+        if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
+            return 1;
+        for (int i = 0; i < 3 && identity != known; i++) {
+            uint64_t here = identity & FIELDS[i], before = known & FIELDS[i];
+            if (here && before && here != before)
+                return 1;
+            known |= here;
+        }
+    }
+    return 0;
+}
+
 /* Continues until the end, or a wait longer than `spin_ns`, or until a rank has begun a different operation. */
 int all_reduce_advance(Group *g, uint64_t spin_ns)
 {
@@ -370,9 +398,8 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
         size_t event = g->has_copies ? g->step + 1 : g->step ? g->step : 1;
         if (!look_for_all(g, g->first_event + event, spin_ns))
             return WAITS;
-        for (int rank = 0; rank < g->size && !g->has_compared; rank++)
-            if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
-                return MISMATCH + rank;
+        if (!g->has_compared && differ(g))
+            return MISMATCH;
         g->has_compared = 1;
         if (g->is_whole) {
             reduce_span(g, 0, (Span){0, g->num_bytes});

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.shm import native_build
+from lightning_strategies_ext.shm.comparison import Comparison
 from lightning_strategies_ext.shm.compiler import NativeLibraryError
 from lightning_strategies_ext.shm.executor import OperationExecutor
 from lightning_strategies_ext.shm.gloo_fallback import GlooFallback
@@ -79,11 +80,12 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         rendezvous.close()
     segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
     place = local.index(rank)
-    rounds = Rounds(place, peers, links, segments)
+    comparison = Comparison(place, LocalPeer(rank, names[rank], os.getpid()), peers, links)
+    rounds = Rounds(place, peers, links, segments, comparison)
     native = None
     has_library = all(words["has_native"] for words in said)
     if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
-        native = NativeAllReduce(library, place, peers, links, segments)
+        native = NativeAllReduce(library, place, peers, links, segments, comparison)
     leader_group = None
     if len(leaders) > 1 and rank in leaders:
         with restrict_gloo(is_one_host=False):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext.shm.links import MismatchFoundError
 from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
@@ -211,7 +212,8 @@ class OperationExecutor:
                 with torch.inference_mode():
                     if not self._advance(work, until):
                         return False
-            except BaseException as caught:
+            except BaseException as raised:
+                caught = work.waitable.answer_mismatch(raised) if isinstance(raised, MismatchFoundError) else raised
                 self._break(f"{work.name}: {str(caught) or type(caught).__name__}")
                 kind = type(caught) if isinstance(caught, DistBackendError) else DistBackendError
                 error = kind(f"{self._broken}.")

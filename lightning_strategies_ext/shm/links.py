@@ -24,14 +24,17 @@ from typing import Final
 
 from torch.distributed import DistBackendError
 
-#: Kind of the message, round number, operation number, size of the whole operation in bytes.
-HEADER: Final = struct.Struct("<BxHIQ")
+#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity.
+HEADER: Final = struct.Struct("<BxHIQQ")
 #: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
-#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, and a message
-#: that only wakes a rank, whose data is in shared memory.
-ROUND, LEFT, BROKEN, WAKE = range(4)
+#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, a message that
+#: only wakes a rank, whose data is in shared memory, and the text of a rank that has found a mismatch.
+ROUND, LEFT, BROKEN, WAKE, MISMATCH = range(5)
+#: Maximum number of bytes of a text in a message.
+_TEXT_NUM_BYTES: Final = 4000
+_HEADERS: Final = {kind: HEADER.pack(kind, 0, 0, 0, 0) for kind in (LEFT, BROKEN, MISMATCH)}
 #: poll(2) takes milliseconds as an int, which overflows after 24 days.
 _LONGEST_POLL_S: Final = 86_400.0
 
@@ -64,6 +67,10 @@ class PeerLostError(DistBackendError):
     def __init__(self, message: str, peer: LocalPeer | None = None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+class MismatchFoundError(PeerLostError):
+    """Raised when a peer has found that the ranks are in different operations. The message is the peer's operation."""
 
 
 class Links:
@@ -127,7 +134,7 @@ class Links:
             self._gone.add(peer)
             raise self._lost(peer)
         if num_bytes > 0:
-            self._check_goes_on(peer, into[:num_bytes])
+            self._raise_if_last(peer, into[:num_bytes])
         return max(num_bytes, 0)
 
     def has_message(self, peer: LocalPeer) -> bool:
@@ -180,11 +187,17 @@ class Links:
                 self._read_early(peer)
                 self._check_is_connected(peer)
 
+    def report_mismatch(self, text: str) -> None:
+        """Sends the peers, as far as they can receive it, a text that describes the operation of this rank."""
+        for link in self._sockets.values():
+            with suppress(OSError):
+                link.sendmsg([_HEADERS[MISMATCH], text.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
+
     def shut_down(self, kind: int, reason: str = "") -> None:
         """Leaves the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
-                link.sendmsg([HEADER.pack(kind, 0, 0, 0), reason.encode()[:4000]], (), socket.MSG_DONTWAIT)
+                link.sendmsg([_HEADERS[kind], reason.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         self._gone.update(self._sockets)
@@ -199,16 +212,19 @@ class Links:
         """Raises PeerLostError if the peer has exited or left the group without another message."""
         early = self._early[peer]
         if early:
-            self._check_goes_on(peer, early[0])
+            self._raise_if_last(peer, early[0])
         elif peer in self._gone:
             raise self._lost(peer)
 
-    def _check_goes_on(self, peer: LocalPeer, message: bytes | memoryview) -> None:
+    def _raise_if_last(self, peer: LocalPeer, message: bytes | memoryview) -> None:
+        """Raises PeerLostError if a message ends the group."""
         if message[0] == LEFT:
             raise PeerLostError(f"{peer} has left the process group while this rank waits for it", peer)
-        if message[0] == BROKEN:
-            said = bytes(message[HEADER.size :]).decode(errors="replace")
-            raise PeerLostError(f"{peer} has failed: {said}", peer)
+        if message[0] in (BROKEN, MISMATCH):
+            text = bytes(message[HEADER.size :]).decode(errors="replace")
+            if message[0] == MISMATCH:
+                raise MismatchFoundError(text, peer)
+            raise PeerLostError(f"{peer} has failed: {text}", peer)
 
     def _read_early(self, peer: LocalPeer) -> None:
         """Reads and stores the messages that a peer has sent before it exited or left the group."""

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.identities import FIELDS, IdentityKind, current
 from lightning_strategies_ext.torch_distributed import process_group
 
+_VALUES = int(IdentityKind.VALUES)
 _OPS = {
     "sum": ReduceOp.SUM,
     "min": ReduceOp.MIN,
@@ -90,6 +92,8 @@ class TorchCollectives(Collectives):
             reduced.item()
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
+        before = current.identity
+        current.identity = before if before & FIELDS[0] > _VALUES else _VALUES
         try:
             if op != "mean":
                 dist.all_reduce(tensor, op=_OPS[op], group=group)
@@ -104,6 +108,8 @@ class TorchCollectives(Collectives):
                 raise
             self._all_reduce(moved, op, group)
             tensor.copy_(moved)
+        finally:
+            current.identity = before
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         if tensor.is_cpu and process_group.is_carried_by_gloo(group):
