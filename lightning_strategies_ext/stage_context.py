@@ -294,7 +294,7 @@ class StageContext:
         reason = (
             None
             if failure is not None or self._stage_exit_handler is None
-            else self._stage_exit_handler.explain_collective_error()
+            else self._stage_exit_handler.explain_collective_error(exception)
         )
         if reason is not None:
             error = UnevenInputsError(reason)

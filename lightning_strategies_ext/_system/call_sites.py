@@ -4,10 +4,11 @@ import gc
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final
 
 MAX_FRAMES: Final = 60
@@ -54,24 +55,34 @@ def is_user_code(path: str) -> bool:
     return not path.startswith(_FRAMEWORK_PATHS)
 
 
-def call_site(frames: Sequence[FrameType]) -> str:
+def call_site(positions: Iterable[tuple[CodeType, int]]) -> str:
     """Returns the user's innermost call, such as "`fit` in main (train.py:40)"; empty without user code.
 
     Args:
-        frames: Frames of a thread, the innermost first.
+        positions: Code and line of each frame of a thread, the innermost first.
     """
     called = ""
-    for frame in frames:
-        code = frame.f_code
+    for code, line in positions:
         if is_user_code(code.co_filename):
-            caller = f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
+            caller = f"{code.co_name} ({code.co_filename}:{line})"
             return f"`{called}` in {caller}" if called else caller
         if code.co_name not in _WRAPPERS and not code.co_name.startswith("<"):
             called = code.co_name
     return ""
 
 
+def call_site_of_thread(ident: int) -> str:
+    """Returns the user's innermost call in a thread."""
+    return call_site((frame.f_code, frame.f_lineno) for frame in frames_of_thread(ident, 10 * MAX_FRAMES))
+
+
+def call_site_of_exception(exception: BaseException) -> str:
+    """Returns the user's innermost call from which an exception was raised, as far as its traceback has the frames."""
+    positions = [(frame.f_code, line) for frame, line in traceback.walk_tb(exception.__traceback__)]
+    return call_site(reversed(positions))
+
+
 def call_site_of_process() -> str:
     """Returns the call site of the current thread, or of the main thread if the current thread has none."""
     idents = threading.get_ident(), threading.main_thread().ident or 0
-    return next(filter(None, (call_site(frames_of_thread(ident, 10 * MAX_FRAMES)) for ident in idents)), "")
+    return next(filter(None, map(call_site_of_thread, idents)), "")

@@ -25,7 +25,7 @@ from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import failure_detector, failure_report
-from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation
+from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, LoneBarrierDetector, Observation
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.monitor_thread import ExitTracker, MonitorThread
 from lightning_strategies_ext.failure.policies import ExitAllRanks
@@ -96,6 +96,7 @@ class FailureMonitor:
         self._get_exit_code = get_exit_code
         self._hang_timeout_s: float | None = None
         self._heartbeat_ages = HeartbeatAges()
+        self._lone_barrier = LoneBarrierDetector()
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._pid = os.getpid()
@@ -316,6 +317,8 @@ class FailureMonitor:
                 if own.failure is not None and own.failure.reported_by == self.rank and own.state == "finished":
                     self.policy.report_after_stage(own.failure)
             self._update_agreements(observed, elapsed_s)
+            if self._lone_barrier.is_found(observed, self._local_status.activity, elapsed_s):
+                self.policy.abort_own_collectives()
             self._remote_status.publish(self._local_status.read(), own.failure)
             # Between two stages, or in a last hook, this rank blocks no other rank, unless it is the hung rank.
             failure, must_exit = own.failure, own.state == "running"
@@ -344,6 +347,10 @@ class FailureMonitor:
             self.on_stage_exits(own.stage_exits, elapsed_s)
 
     # --- called by both threads ---
+
+    def call_site(self) -> str:
+        """Returns the user's innermost call in the training thread; empty if there is none."""
+        return self._local_status.activity.call_site()
 
     def observe(self) -> Observation:
         """Returns what this rank knows of all ranks."""

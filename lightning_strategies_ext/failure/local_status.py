@@ -78,6 +78,7 @@ class LocalStatus:
         own.is_in_debugger = is_still and activity.is_in_debugger
         is_waiting = own.in_collective_s > 0
         own.collective = getattr(self._pending_work, "name", "") or ("a collective" if is_waiting else "")
+        own.call_site = activity.call_site() if is_waiting and own.state == "running" else ""
         own.user_frames = tuple(activity.user_frames()) if is_still else ()
         own.stack = activity.stack() if is_still else ""
         if self._status_table is not None:

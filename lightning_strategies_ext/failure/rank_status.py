@@ -163,6 +163,7 @@ class RankStatus:
         idle_s: Seconds of these in which the thread was idle as well.
         is_in_debugger: Whether the training thread is in a Python debugger.
         collective: Name of the collective that the rank waits in; empty if unknown.
+        call_site: The user's call in which the rank waits; empty if unknown.
         user_frames: Frames of the user's code; empty while the stack changes.
         stack: Stack of the training thread; empty while it changes.
         failure: First failure that the rank knows of.
@@ -183,6 +184,7 @@ class RankStatus:
     idle_s: float = 0.0
     is_in_debugger: bool = False
     collective: str = ""
+    call_site: str = ""
     user_frames: tuple[str, ...] = ()
     stack: str = ""
     failure: Failure | None = None
@@ -194,7 +196,9 @@ class RankStatus:
     @property
     def waits_where(self) -> str:
         """Where the rank waits, as part of a sentence."""
-        return f"in {self.collective or 'a collective'}" if self.state == "running" else "at the end of the stage"
+        if self.state != "running":
+            return "at the end of the stage"
+        return f"in {self.collective or 'a collective'}" + (f", at {self.call_site}," if self.call_site else "")
 
     @property
     def agreement_state(self) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from lightning_strategies_ext._system.call_sites import call_site, frames_of_thread, user_code_frames
+from lightning_strategies_ext._system.call_sites import call_site_of_thread, frames_of_thread, user_code_frames
 
 #: A thread is active, even within one call, if it computes for this part of the time, or if it wakes up this often per
 #: second, because it reads or writes. A thread that polls now and then is idle.
@@ -28,6 +28,8 @@ _BYTES_PER_S = 100_000
 _WAITS_S = 0.5
 #: Modules in which a thread waits during a debugger session.
 _DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
+#: Modules of this package with barriers of all ranks.
+_COLLECTIVES = ("torch_distributed.collectives", "horovod.collectives")
 
 
 class ResourceUsage(NamedTuple):
@@ -129,7 +131,14 @@ class ThreadActivity:
 
     def call_site(self) -> str:
         """Returns the innermost call of the user's code, see :func:`.call_sites.call_site`."""
-        return call_site(self._frames())
+        return call_site_of_thread(self._ident)
+
+    def barrier_call(self) -> int | None:
+        """Returns a number that identifies the call of a barrier of all ranks in which the thread is, or None."""
+        for frame in self._frames():
+            if frame.f_code.co_name == "barrier" and _module_of(frame).endswith(_COLLECTIVES):
+                return id(frame)
+        return None
 
     def _count(self) -> ResourceUsage:
         status: dict[str, str] = {}

@@ -31,7 +31,6 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.adasum import AdasumExchange
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
@@ -45,6 +44,7 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.horovod.synchronize import HorovodProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks
@@ -258,7 +258,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_world(self._join_group, leave, runtime.abort_collectives, CollectiveProgress())
+        self._enter_world(self._join_group, leave, runtime.abort_collectives, HorovodProgress())
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.failure.lone_calls import lone_call_text
 from lightning_strategies_ext.identities import FIELDS, IdentityKind, current
 from lightning_strategies_ext.torch_distributed import process_group
 
@@ -77,7 +78,7 @@ class TorchCollectives(Collectives):
             self._wait_for_all()
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
-            raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}") from error
+            raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}{lone_call_text()}") from error
 
     def _wait_for_all(self) -> None:
         try:
