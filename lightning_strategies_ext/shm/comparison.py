@@ -52,7 +52,7 @@ class Comparison:
     """Creates the error of one rank after a mismatch.
 
     Args:
-        rank: Index of this rank among the ranks of the host.
+        rank: Index of this rank among the ranks of the host, its local rank.
         own: This rank.
         peers: Other ranks of the host, by their index.
         links: Links to the peers.
@@ -69,26 +69,26 @@ class Comparison:
         Args:
             operations: Operation of each rank of the host; None if it is unknown.
         """
-        known = {place: operation for place, operation in enumerate(operations) if operation is not None}
+        known = {local_rank: operation for local_rank, operation in enumerate(operations) if operation is not None}
         pairs = combinations(known, 2)
         pair = next((pair for pair in pairs if known[pair[0]].differs_from(known[pair[1]])), tuple(known)[:2])
         own_text = self._report(known[self._rank])
-        texts = {place: own_text if place == self._rank else self._receive(place) for place in pair}
+        texts = {local_rank: own_text if local_rank == self._rank else self._receive(local_rank) for local_rank in pair}
         advice = ""
-        if all(known[place].is_of_gradients for place in pair):
+        if all(known[local_rank].is_of_gradients for local_rank in pair):
             advice = (
                 ". A rank has left out a backward pass, or has run one more than the others. Run the same backward"
                 " passes for each batch on every rank; a loss of zero, such as `0 * output.sum()`, keeps the ranks"
                 " together"
             )
-        elif len({known[place].collective for place in pair}) == 1:
+        elif len({known[local_rank].collective for local_rank in pair}) == 1:
             advice = ". Pass tensors of the same shape and dtype on all ranks, for example by padding them"
-        return self._error({place: text or str(known[place]) for place, text in texts.items()}, advice)
+        return self._error({local_rank: text or str(known[local_rank]) for local_rank, text in texts.items()}, advice)
 
     def answer(self, found: MismatchFoundError, own: Operation) -> DistBackendError:
         """Returns the error after a peer has found a mismatch first; sends the peer the call of this rank."""
-        place = next(place for place, peer in self._ranks.items() if peer == found.peer)
-        return self._error({place: str(found), self._rank: self._report(own)})
+        local_rank = next(local_rank for local_rank, peer in self._ranks.items() if peer == found.peer)
+        return self._error({local_rank: str(found), self._rank: self._report(own)})
 
     def _report(self, own: Operation) -> str:
         """Sends the peers the operation and the user's call of this rank, and returns them as a text."""
@@ -97,9 +97,9 @@ class Comparison:
         self._links.report_mismatch(text)
         return text
 
-    def _receive(self, place: int) -> str:
+    def _receive(self, local_rank: int) -> str:
         """Returns the text of a peer; empty if none arrives, because the peer does not run."""
-        peer, into = self._ranks[place], memoryview(bytearray(MESSAGE_NUM_BYTES))
+        peer, into = self._ranks[local_rank], memoryview(bytearray(MESSAGE_NUM_BYTES))
         deadline = time.monotonic() + _TEXT_TIMEOUT_S
         try:
             while True:
@@ -111,6 +111,6 @@ class Comparison:
             return ""
 
     def _error(self, texts: Mapping[int, str], advice: str = "") -> DistBackendError:
-        ranks = sorted(texts, key=lambda place: self._ranks[place].global_rank)
-        listed = "; ".join(f"rank {self._ranks[place].global_rank} {texts[place]}" for place in ranks)
+        ranks = sorted(texts, key=lambda local_rank: self._ranks[local_rank].global_rank)
+        listed = "; ".join(f"rank {self._ranks[local_rank].global_rank} {texts[local_rank]}" for local_rank in ranks)
         return DistBackendError(f"the ranks do not call the same collectives: {listed}{advice}")

@@ -100,7 +100,7 @@ class NativeAllReduce:
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
         areas = (ctypes.c_void_p * self._size)(*(segment.control_block.data_ptr() for segment in segments))
-        fds = [links.fileno(peers[place]) if place in peers else -1 for place in range(self._size)]
+        fds = [links.fileno(peers[local_rank]) if local_rank in peers else -1 for local_rank in range(self._size)]
         slot_num_bytes = min(segment.native_slot_num_bytes for segment in segments)
         library.all_reduce_open(
             self._group,
@@ -156,7 +156,7 @@ class NativeAllReduce:
         """
         while (state := self._library.all_reduce_advance(self._group, _SPIN_NS)) != _DONE:
             if state == _MISMATCH:
-                raise self._comparison.mismatch([self._operation(place) for place in range(self._size)])
+                raise self._comparison.mismatch([self._operation(local_rank) for local_rank in range(self._size)])
             yield
 
     def run(self, calls: Sequence[AllReduceCall]) -> Generator[None, None, None]:
@@ -173,11 +173,11 @@ class NativeAllReduce:
             TimeoutError: If no data has arrived before the deadline.
             DistBackendError: If an awaited rank is in another collective.
         """
-        place = self._library.all_reduce_fall_asleep(self._group)
-        if place < 0:
+        local_rank = self._library.all_reduce_fall_asleep(self._group)
+        if local_rank < 0:
             return
-        first = self._peers[place]
-        awaited = [place, *(other for other in self._peers if other > place and self._awaits(other))]
+        first = self._peers[local_rank]
+        awaited = [local_rank, *(other for other in self._peers if other > local_rank and self._awaits(other))]
         try:
             self._links.wait([self._peers[other] for other in awaited], deadline)
             has_message = self._links.has_message(first)
@@ -189,10 +189,10 @@ class NativeAllReduce:
         finally:
             self._library.all_reduce_wake_up(self._group)
         # When a message has arrived, all data that its sender published before is visible.
-        if has_message and self._awaits(place):
+        if has_message and self._awaits(local_rank):
             self._links.receive(first, self._message)
             operations: list[Operation | None] = [None] * self._size
-            operations[self._rank], operations[place] = self.current_operation, received_operation(self._message)
+            operations[self._rank], operations[local_rank] = self.current_operation, received_operation(self._message)
             raise self._comparison.mismatch(operations)
 
     @property
@@ -204,10 +204,10 @@ class NativeAllReduce:
         """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
         return self._comparison.answer(found, self.current_operation)
 
-    def _awaits(self, place: int) -> bool:
-        return bool(self._library.all_reduce_awaits(self._group, place))
+    def _awaits(self, local_rank: int) -> bool:
+        return bool(self._library.all_reduce_awaits(self._group, local_rank))
 
-    def _operation(self, place: int) -> Operation:
-        call = self._library.all_reduce_call(self._group, place)
+    def _operation(self, local_rank: int) -> Operation:
+        call = self._library.all_reduce_call(self._group, local_rank)
         tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
-        return Operation("all_reduce", tensors, self._library.all_reduce_identity(self._group, place))
+        return Operation("all_reduce", tensors, self._library.all_reduce_identity(self._group, local_rank))

@@ -139,7 +139,7 @@ class Rounds:
             PeerLostError: If an awaited peer has exited or left the group.
             TimeoutError: If no message has arrived before the deadline.
         """
-        self._links.wait([self._peers[place] for place in self._awaited], deadline)
+        self._links.wait([self._peers[local_rank] for local_rank in self._awaited], deadline)
 
     def leave(self) -> None:
         """Leaves the group and notifies the peers."""
@@ -167,8 +167,8 @@ class Rounds:
         for peer in self._peers.values():
             self._links.send(peer, message, deadline)
 
-    def _receive(self, place: int) -> bool:
-        peer, into = self._peers[place], self._bytes[place]
+    def _receive(self, local_rank: int) -> bool:
+        peer, into = self._peers[local_rank], self._bytes[local_rank]
         if not self._links.receive(peer, into):
             return False
         _, number, operation, total, identity = HEADER.unpack_from(into)
@@ -194,13 +194,13 @@ class Rounds:
 
     def _views(self, step: Round) -> list[Tensor]:
         views = []
-        for place, num_bytes in enumerate(step.num_bytes):
-            if not num_bytes or place == self.rank:
+        for local_rank, num_bytes in enumerate(step.num_bytes):
+            if not num_bytes or local_rank == self.rank:
                 views.append(_NOTHING)
             elif num_bytes > INLINE_NUM_BYTES:
-                views.append(self._slots[place][self._read % NUM_SLOTS][:num_bytes])
+                views.append(self._slots[local_rank][self._read % NUM_SLOTS][:num_bytes])
             else:
-                views.append(self._messages[place][HEADER.size : HEADER.size + num_bytes])
+                views.append(self._messages[local_rank][HEADER.size : HEADER.size + num_bytes])
         return views
 
 
