@@ -9,10 +9,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed import DistBackendError
 from torch.utils.data import DataLoader
 
-from lightning_strategies_ext import DDPStrategy, RankFailedError
+from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
 from tests.support import ranks
 from tests.support.models import MLP, TwoOptimizers, loader, make_trainer
@@ -53,7 +52,7 @@ class Skips(LightningModule):
 def skip(is_manual: bool, arguments: dict[str, Any]) -> tuple[str, float]:
     """Returns the error of this rank, and the weight, from which each exchanged gradient has taken 2."""
     model = Skips(is_manual)
-    with pytest.raises((DistBackendError, RankFailedError)) as caught:
+    with pytest.raises(RuntimeError) as caught:  # DDP's C++ code changes the class
         make_trainer(DDPStrategy(**arguments), max_epochs=1).fit(model)
     return str(caught.value), model.weight.item()
 
