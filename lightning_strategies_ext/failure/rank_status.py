@@ -198,7 +198,7 @@ class RankStatus:
         """Where the rank waits, as part of a sentence."""
         if self.state != "running":
             return "at the end of the stage"
-        return f"in {self.collective or 'a collective'}" + (f", at {self.call_site}," if self.call_site else "")
+        return f"in {self.collective or 'a collective'}" + (f" at {self.call_site}" if self.call_site else "")
 
     @property
     def agreement_state(self) -> tuple[object, ...]:

@@ -67,22 +67,24 @@ class Comparison:
         """Returns the error after this rank has found a mismatch; exchanges the user's calls with the other ranks.
 
         Args:
-            operations: Operation of each rank of the host; None if it is unknown.
+            operations: Operation of each rank of the host; None if it is unknown. At least two are known.
         """
         known = {local_rank: operation for local_rank, operation in enumerate(operations) if operation is not None}
         pairs = combinations(known, 2)
         pair = next((pair for pair in pairs if known[pair[0]].differs_from(known[pair[1]])), tuple(known)[:2])
         own_text = self._report(known[self._rank])
         texts = {local_rank: own_text if local_rank == self._rank else self._receive(local_rank) for local_rank in pair}
-        advice = ""
-        if all(known[local_rank].is_of_gradients for local_rank in pair):
+        first, second = (known[local_rank] for local_rank in pair)
+        if first.is_of_gradients and second.is_of_gradients:
             advice = (
-                ". A rank has left out a backward pass, or has run one more than the others. Run the same backward"
+                "A rank has left out a backward pass, or has run one more than the others. Run the same backward"
                 " passes for each batch on every rank; a loss of zero, such as `0 * output.sum()`, keeps the ranks"
                 " together"
             )
-        elif len({known[local_rank].collective for local_rank in pair}) == 1:
-            advice = ". Pass tensors of the same shape and dtype on all ranks, for example by padding them"
+        elif first.collective == second.collective and merge_identities(first.identity, second.identity) is not None:
+            advice = "Pass tensors of the same shape and dtype on all ranks, for example by padding them"
+        else:
+            advice = "Call the same collectives in the same order on all ranks"
         return self._error({local_rank: text or str(known[local_rank]) for local_rank, text in texts.items()}, advice)
 
     def answer(self, found: MismatchFoundError, own: Operation) -> DistBackendError:
@@ -113,4 +115,4 @@ class Comparison:
     def _error(self, texts: Mapping[int, str], advice: str = "") -> DistBackendError:
         ranks = sorted(texts, key=lambda local_rank: self._ranks[local_rank].global_rank)
         listed = "; ".join(f"rank {self._ranks[local_rank].global_rank} {texts[local_rank]}" for local_rank in ranks)
-        return DistBackendError(f"the ranks do not call the same collectives: {listed}{advice}")
+        return DistBackendError(f"the ranks do not call the same collectives: {listed}{advice and f'. {advice}'}")
