@@ -4,11 +4,13 @@ A strategy holds one stage context. It creates another when it enters a stage, i
 world, so that a stage starts without the failure, the interrupt, and the keys in the store of an earlier stage.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from lightning_strategies_ext import identities
@@ -16,6 +18,7 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
@@ -58,8 +61,10 @@ class StageContext:
         failure_monitor: Failure monitor of this rank; None in elastic training and for a rank without peers.
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
-        evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
+        evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
+        exchange_log: Batches of the gradient exchanges, if ranks compare them after the exchange; else None.
+        reached_parameters: A parameter, if the current backward pass has reached it; None if every pass exchanges.
         batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
             ranks may differ in it, or outside ``fit``.
     """
@@ -86,6 +91,8 @@ class StageContext:
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
         self.batch_progress: BatchProgress | None = None
+        self.exchange_log: ExchangeLog | None = None
+        self.reached_parameters: deque[Tensor] | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None

@@ -10,6 +10,7 @@ import psutil
 
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog, describe_difference
 from lightning_strategies_ext.failure.rank_status import (
     MAX_RANKS_LISTED,
     Failure,
@@ -64,7 +65,10 @@ class Observation:
 
 
 def detect_failure(
-    observed: Observation, hang_timeout_s: float | None, get_exit_code: Callable[[int], int | None]
+    observed: Observation,
+    hang_timeout_s: float | None,
+    get_exit_code: Callable[[int], int | None],
+    exchange_log: ExchangeLog | None = None,
 ) -> Failure | None:
     """Returns the first failure: one that a rank has published, or one that failed ranks cannot report; or None.
 
@@ -73,6 +77,7 @@ def detect_failure(
     """
     of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= observed.own.stage}
     failure = first_failure(of_stage) or _diagnose_exit(observed, get_exit_code) or _diagnose_host_loss(observed)
+    failure = failure or (None if exchange_log is None else diagnose_mismatch(observed, exchange_log))
     return failure or (None if hang_timeout_s is None else _detect_hang(observed, hang_timeout_s))
 
 
@@ -152,6 +157,18 @@ def _diagnose_host_loss(observed: Observation) -> Failure | None:
         return None
     headline = "the host does not respond: the host or its network is down"
     return _observed_failure(observed, observed.lost_ranks, headline, kind="host loss")
+
+
+def diagnose_mismatch(observed: Observation, exchange_log: ExchangeLog) -> Failure | None:
+    """Returns the failure of the observer and a rank whose gradient exchanges differ from the observer's, or None."""
+    for rank, status in observed.statuses.items():
+        if rank == observed.rank or status.exchanges is None or status.exchanges.stage != observed.own.stage:
+            continue
+        difference = exchange_log.first_difference(status.exchanges)
+        if difference is not None:
+            ranks, headline = sorted((observed.rank, rank)), describe_difference(observed.rank, rank, difference)
+            return _observed_failure(observed, ranks, headline, kind="mismatch")
+    return None
 
 
 def diagnose_script_end(observed: Observation) -> Failure | None:

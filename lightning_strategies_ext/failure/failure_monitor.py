@@ -75,6 +75,7 @@ class FailureMonitor:
             with their stage exits and the seconds since the last call.
         was_raised: Whether the script received an exception that names the failure.
         policy: What happens after a failure.
+        start_exchange_log: See :meth:`.LocalStatus.start_exchange_log`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class FailureMonitor:
         of_monitor = dist.PrefixStore(f"lightning_strategies_ext/failure_monitor/{number}", store)
         self._peers = exchange_peers(dist.PrefixStore("peers", of_monitor), rank, world_size)
         self._local_status = LocalStatus(of_monitor, rank, self._peers, progress, _between_stages)
+        self.start_exchange_log = self._local_status.start_exchange_log
         self.policy = ExitAllRanks(self._local_status, self.observe, abort_collectives)
         self._loop = SelectorLoop()
         self._remote_status = RemoteStatus(store, self._peers, rank, number, self._loop)
@@ -152,7 +154,7 @@ class FailureMonitor:
         own = self._local_status.own
         with self._lock:
             self._local_status.activity = ThreadActivity(threading.current_thread())
-            self._local_status.step_source = lambda: "the setup of a stage"
+            self._local_status.step_source, self._local_status.exchange_log = lambda: "the setup of a stage", None
             self._hang_timeout_s = hang_timeout_s
             self.was_raised = False
             self.on_failure = self.on_stage_exits = _do_nothing
@@ -313,7 +315,8 @@ class FailureMonitor:
             observed = self.observe()
             self._heartbeat_ages.update(observed.statuses, elapsed_s)
             if own.failure is None:
-                own.failure = failure_detector.detect_failure(observed, self._hang_timeout_s, self._get_exit_code)
+                log = self._local_status.exchange_log
+                own.failure = failure_detector.detect_failure(observed, self._hang_timeout_s, self._get_exit_code, log)
                 if own.failure is not None and own.failure.reported_by == self.rank and own.state == "finished":
                     self.policy.report_after_stage(own.failure)
             self._update_agreements(observed, elapsed_s)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from lightning_strategies_ext.failure.exchange_log import ExchangeSummary
+
 #: In a stage, finished with the stage, failed in the stage, or exiting.
 RankState = Literal["running", "finished", "failed", "exited"]
 
@@ -92,10 +94,16 @@ class StageExits:
     num_started: int
 
 
-#: An exception or an exit; ranks that other ranks wait for; the ranks of an unreachable host.
-FailureKind = Literal["failed", "hang", "host loss"]
+#: An exception or an exit; ranks that other ranks wait for; the ranks of an unreachable host; ranks whose gradient
+#: exchanges differ.
+FailureKind = Literal["failed", "hang", "host loss", "mismatch"]
 #: Verbs for one rank, and for several.
-_VERBS = {"failed": ("failed", "failed"), "hang": ("is stuck", "are stuck"), "host loss": ("is lost", "are lost")}
+_VERBS = {
+    "failed": ("failed", "failed"),
+    "hang": ("is stuck", "are stuck"),
+    "host loss": ("is lost", "are lost"),
+    "mismatch": ("differs", "differ"),
+}
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,14 @@ class Failure:
         return _VERBS[self.kind][len(self.ranks) > 1]
 
     @property
+    def unresponsive_ranks(self) -> tuple[int, ...]:
+        """The failed ranks, unless they run and exit by themselves."""
+        return () if self.kind == "mismatch" else self.ranks
+
+    @property
     def unable_to_report(self) -> tuple[int, ...]:
         """The failed ranks, unless they report the failure themselves."""
-        return () if self.is_self_reported else self.ranks
+        return () if self.is_self_reported else self.unresponsive_ranks
 
 
 @dataclass
@@ -171,6 +184,7 @@ class RankStatus:
         stop_decision: Newest decision of a stop agreement that the rank knows of.
         stage_exit: Newest stage exit of the rank.
         stage_exits: Exits of other ranks from the rank's stage, as far as it knows.
+        exchanges: Gradient exchanges of the rank in its stage; None if its engine compares them in the exchange.
     """
 
     rank: int
@@ -192,6 +206,7 @@ class RankStatus:
     stop_decision: StopDecision | None = None
     stage_exit: StageExit | None = None
     stage_exits: StageExits | None = None
+    exchanges: ExchangeSummary | None = None
 
     @property
     def waits_where(self) -> str:
@@ -234,6 +249,7 @@ _RECORDS: Mapping[str, Callable[..., Any]] = {
     "stop_decision": StopDecision,
     "stage_exit": StageExit,
     "stage_exits": StageExits,
+    "exchanges": ExchangeSummary,
 }
 
 

@@ -13,6 +13,7 @@ more ranks over ``shm`` they are equal up to rounding, because ``shm`` sums in a
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -40,7 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, trainer_stages, user_modules
+from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
@@ -49,6 +50,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method_interactive,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.identities import BATCH, GRADIENTS, current
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
@@ -73,6 +75,7 @@ from lightning_strategies_ext.torch_distributed.compression.config import (
     resolve_compression,
 )
 from lightning_strategies_ext.torch_distributed.ddp_advice import advise_static_graph, explain_unused_parameters
+from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
@@ -414,7 +417,23 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
-            self._stage_context.batch_progress = trainer_stages.batch_progress_of(trainer)
+            self._compare_gradient_exchanges(trainer)
+
+    def _compare_gradient_exchanges(self, trainer: "pl.Trainer") -> None:
+        model, kwargs = self.model, self._ddp_kwargs
+        # Ranks that average their models, or that exchange in other groups, may run different backward passes.
+        may_differ = kwargs.get("process_group") or kwargs.get("device_mesh")
+        if may_differ or self._gradient_sync.model_averaging_argument or not isinstance(model, DistributedDataParallel):
+            return
+        self._compare_exchanges(trainer, in_exchange=process_group.compares_identities())
+        context = self._stage_context
+        # DDP also exchanges gradients in a pass that reaches no parameter, if it searches for unused ones.
+        exchanges_always = model.find_unused_parameters or model.static_graph
+        if context.exchange_log is not None and context.evaluation is not None and not exchanges_always:
+            context.reached_parameters = deque[Tensor](maxlen=1)
+            first = next(iter(trained_parameters(model).values()))
+            hook = first.register_post_accumulate_grad_hook(context.reached_parameters.append)
+            context.evaluation.callback(hook.remove)
 
     @override
     def configure_ddp(self) -> None:
@@ -527,10 +546,20 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
         current.identity = 0
+        if (log := self._stage_context.exchange_log) is not None:
+            self._record_exchange(log)
         for after_backward in self._features.after_backward:
             after_backward()
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.after_backward()
+
+    def _record_exchange(self, log: ExchangeLog) -> None:
+        reached, progress = self._stage_context.reached_parameters, self._stage_context.batch_progress
+        is_exchanged = getattr(self.model, "require_backward_grad_sync", False)
+        if is_exchanged and progress is not None and (reached is None or reached):
+            log.record(progress.ready)
+        if reached is not None:
+            reached.clear()
 
     @override
     def optimizer_step(

@@ -312,6 +312,9 @@ class HorovodStrategy(ParallelStrategy):
         if self._stage_context.failure_monitor is not None:
             self._stage_context.handle_stage_exits(is_job=True)
         self._evaluate_together(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._deltas is None and self._options.process_set is None:
+            self._compare_exchanges(trainer, in_exchange=False)
 
     @override
     def model_to_device(self) -> None:
@@ -369,10 +372,14 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
         """
-        if self._stage_context.uneven_inputs is not None:
-            self._stage_context.uneven_inputs.after_backward()
-        elif self._stage_context.gradient_exchange is not None:
-            self._stage_context.gradient_exchange.finish()
+        context, exchange = self._stage_context, self._stage_context.gradient_exchange
+        log, progress = context.exchange_log, context.batch_progress
+        if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
+            log.record(progress.ready)
+        if context.uneven_inputs is not None:
+            context.uneven_inputs.after_backward()
+        elif exchange is not None:
+            exchange.finish()
 
     @override
     def optimizer_step(

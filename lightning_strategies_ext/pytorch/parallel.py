@@ -44,6 +44,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
+from lightning_strategies_ext.failure.exchange_log import check_exchanges
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
 from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
@@ -500,6 +501,26 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             context.uneven_inputs = UnevenInputsController(
                 mode, trainer, context.collectives, context.gradient_exchange, *ranks, device
             )
+
+    def _compare_exchanges(self, trainer: "pl.Trainer", *, in_exchange: bool) -> None:
+        """Compares the batches of which ranks exchange gradients, unless ranks may come and go. Collective.
+
+        Args:
+            trainer: The Trainer.
+            in_exchange: Whether the engine compares them in the exchange; otherwise the failure monitors do afterwards.
+        """
+        context = self._stage_context
+        if context.failure_monitor is None or context.evaluation is None:
+            return
+        context.batch_progress = trainer_stages.batch_progress_of(trainer)
+        if not in_exchange:
+            context.exchange_log = context.failure_monitor.start_exchange_log()
+            context.evaluation.callback(trainer_stages.before_train_end(trainer, self._check_exchanges))
+
+    def _check_exchanges(self) -> None:
+        context = self._stage_context
+        if context.exchange_log is not None and context.local_collectives is None:
+            check_exchanges(context.exchange_log, self.collectives, self.global_rank, self.root_device)
 
     def _on_sigterm(self) -> None:
         self._stage_context.request_stop()
