@@ -9,11 +9,7 @@ skipped backward pass is therefore detected soon after it, not prevented.
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
-
-import torch
-
-from lightning_strategies_ext.exceptions import RankFailedError
+from typing import Final
 
 #: Number of exchanges whose batches and digests a rank keeps.
 HISTORY: Final = 65_536
@@ -101,42 +97,6 @@ class ExchangeLog:
             self._digest = (self._digest * _PRIME + batch) % _MODULUS
             self._batches.append(batch)
             self._digests.append(self._digest)
-
-
-class _Collectives(Protocol):
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def broadcast(self, obj: Any, src: int) -> Any: ...
-
-
-def check_exchanges(log: ExchangeLog, collectives: _Collectives, rank: int, device: torch.device) -> None:
-    """Compares the gradient exchanges of all ranks so far. Collective: all ranks call it; takes one round trip.
-
-    Args:
-        log: Exchanges of this rank.
-        collectives: Collectives of the ranks.
-        rank: Global rank of this process.
-        device: Device of this rank.
-
-    Raises:
-        RankFailedError: On all ranks, if ranks have exchanged gradients of different batches. The message names the
-            first difference.
-    """
-    own = log.summary(0)
-    of_ranks = collectives.all_gather(torch.tensor([own.count, own.digest], device=device)).cpu()
-    others = (of_ranks != of_ranks[0]).any(dim=1).nonzero().flatten().tolist()
-    if not others:
-        return
-    # The rank with more exchanges finds the difference.
-    shorter, longer = sorted((0, others[0]), key=lambda each: int(of_ranks[each, 0]))
-    summary = collectives.broadcast(own, shorter)
-    difference = collectives.broadcast(log.first_difference(summary) if rank == longer else None, longer)
-    if difference is None:  # the exchanges of one rank begin with all exchanges of the other
-        num_less, num_more = (int(of_ranks[each, 0]) for each in (shorter, longer))
-        text = f"rank {shorter} has exchanged gradients {num_less} times, and rank {longer} {num_more} times. {ADVICE}"
-    else:
-        text = describe_difference(longer, shorter, difference)
-    raise RankFailedError(f"The ranks have exchanged gradients of different batches: {text}.")
 
 
 def describe_difference(rank: int, other_rank: int, difference: tuple[int, int, int]) -> str:

@@ -102,6 +102,10 @@ class LocalStatus:
                     self._statuses[rank] = RankStatus.load(content)
         return self._statuses
 
+    def call_site(self) -> str:
+        """Returns the user's innermost call in the training thread; empty if there is none."""
+        return self.activity.call_site()
+
     def current_step_text(self) -> str:
         """Returns stage and step as text; empty if they cannot be determined."""
         try:

@@ -44,7 +44,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
-from lightning_strategies_ext.failure.exchange_log import check_exchanges
+from lightning_strategies_ext.failure.exchange_check import check_exchanges, check_statuses
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
 from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
@@ -325,6 +325,20 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if overrides_reduce_only and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._active_collectives.reduce_boolean_decision(decision, all)
+
+    # --- checkpoints ---
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state.
+
+        Raises:
+            RankFailedError: If ranks are known to have exchanged gradients of different batches.
+        """
+        context = self._stage_context
+        if context.exchange_log is not None and context.failure_monitor is not None:
+            check_statuses(context.exchange_log, context.failure_monitor)
+        return super().lightning_module_state_dict()
 
     # --- exception, teardown ---
 
