@@ -44,7 +44,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
-from lightning_strategies_ext.failure.exchange_check import check_exchanges, check_statuses
+from lightning_strategies_ext.failure.exchange_check import check_exchanges
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
 from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
@@ -335,9 +335,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             RankFailedError: If ranks are known to have exchanged gradients of different batches.
         """
-        context = self._stage_context
-        if context.exchange_log is not None and context.failure_monitor is not None:
-            check_statuses(context.exchange_log, context.failure_monitor)
+        self._check_exchanges()
         return super().lightning_module_state_dict()
 
     # --- exception, teardown ---
@@ -517,7 +515,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             )
 
     def _compare_exchanges(self, trainer: "pl.Trainer", *, in_exchange: bool) -> None:
-        """Compares the batches of which ranks exchange gradients, unless ranks may come and go. Collective.
+        """Compares the batches of which ranks exchange gradients, in worlds that do not change. Collective.
 
         Args:
             trainer: The Trainer.
@@ -533,8 +531,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def _check_exchanges(self) -> None:
         context = self._stage_context
-        if context.exchange_log is not None and context.local_collectives is None:
-            check_exchanges(context.exchange_log, self.collectives, self.global_rank, self.root_device)
+        is_failed = context.local_collectives is not None
+        if context.exchange_log is not None and context.failure_monitor is not None and not is_failed:
+            check_exchanges(context.exchange_log, context.failure_monitor)
 
     def _on_sigterm(self) -> None:
         self._stage_context.request_stop()
