@@ -4,6 +4,7 @@ A strategy holds one stage context. It creates another when it enters a stage, i
 world, so that a stage starts without the failure, the interrupt, and the keys in the store of an earlier stage.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -14,10 +15,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from lightning_strategies_ext import identities
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
@@ -42,6 +45,12 @@ class ParameterTracker(Protocol):
         """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
 
 
+class BatchProgress(Protocol):
+    """Progress of the Trainer's training epoch."""
+
+    ready: int
+
+
 class StageContext:
     """One rank's distributed state for one stage.
 
@@ -63,11 +72,15 @@ class StageContext:
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
         parameter_tracker: Part of the gradient exchange that follows added parameters; None outside ``fit``.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
-        evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
+        evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
         early_stop: Part for ``trainer.should_stop``; None if the ranks do not agree on it.
         must_requeue: Whether all ranks have agreed to requeue the job, and have not done so yet.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
+        exchange_log: Batches of the gradient exchanges, if ranks compare them after the exchange; else None.
+        reached_parameters: A parameter, if the current backward pass has reached it; None if every pass exchanges.
+        batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
+            ranks may differ in it, or outside ``fit``.
     """
 
     def __init__(
@@ -94,6 +107,9 @@ class StageContext:
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
         self.early_stop: EarlyStopProtocol | None = None
+        self.batch_progress: BatchProgress | None = None
+        self.exchange_log: ExchangeLog | None = None
+        self.reached_parameters: deque[Tensor] | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
@@ -103,6 +119,7 @@ class StageContext:
         self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
         self.must_requeue: bool = previous is not None and previous.must_requeue
         self._is_interrupted = self._must_stop = self._is_stop_agreed = False
+        identities.current.identity = 0  # an exception may have ended the last backward pass
         if previous is not None:
             previous._close()
 
@@ -333,6 +350,7 @@ class StageContext:
     def mark_failed(self, exception: BaseException, rank: int, world_size: int) -> None:
         """Announces that this rank has failed; from now on its collectives are local."""
         self.local_collectives = LocalCollectives(rank, world_size)
+        identities.current.identity = 0
         if self.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
             self.failure_monitor.announce_failure(exception)
 
@@ -350,7 +368,7 @@ class StageContext:
         reason = (
             None
             if failure is not None or self._stage_exit_handler is None
-            else self._stage_exit_handler.explain_collective_error()
+            else self._stage_exit_handler.explain_collective_error(exception)
         )
         if reason is not None:
             error = UnevenInputsError(reason)

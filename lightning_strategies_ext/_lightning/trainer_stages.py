@@ -23,6 +23,8 @@ _UNSAVED = {
 __all__ = [
     "TunerExitException",
     "apply_settings",
+    "batch_progress_of",
+    "before_train_end",
     "wrap_before_fetch",
     "set_hooks_enabled",
     "connectors_of",
@@ -53,6 +55,26 @@ def loops_of(trainer: Any) -> list[Any]:
         found += inner
         waiting += inner
     return found
+
+
+def batch_progress_of(trainer: Any) -> Any:
+    """Returns an object whose ``ready`` is the number of batches that the training epoch has begun (2.5 to 2.6)."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current
+
+
+def before_train_end(trainer: Any, check: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``check`` before the hooks ``on_train_end``, of which ``FitLoop.on_run_end`` calls all (2.5 to 2.6).
+
+    Returns:
+        A function that reverts the change.
+    """
+    on_run_end = trainer.fit_loop.on_run_end
+
+    def check_and_end() -> Any:
+        check()
+        return on_run_end()
+
+    return replace_method(trainer.fit_loop, "on_run_end", check_and_end)
 
 
 def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:

@@ -25,7 +25,6 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange_options import (
     HorovodCompression,
@@ -36,6 +35,7 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.horovod.synchronize import HorovodProgress
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
@@ -172,7 +172,7 @@ class HorovodStrategy(ParallelStrategy):
         MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
         self._start_failure_monitor(
-            self.global_rank, self.world_size, store, runtime.abort_collectives, CollectiveProgress()
+            self.global_rank, self.world_size, store, runtime.abort_collectives, HorovodProgress()
         )
 
     @override

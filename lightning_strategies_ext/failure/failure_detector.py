@@ -10,6 +10,7 @@ import psutil
 
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog, describe_difference
 from lightning_strategies_ext.failure.rank_status import (
     MAX_RANKS_LISTED,
     Failure,
@@ -18,11 +19,14 @@ from lightning_strategies_ext.failure.rank_status import (
     format_ranks,
     merge_stage_exits,
 )
+from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
 #: A rank without a heartbeat for this many seconds is unresponsive: stopped, or its GIL is held.
 HEARTBEAT_TIMEOUT_S = 2.5
 #: Seconds that rank 0 adds to the hang timeout for ranks of other hosts, whose own hosts detect a hang first.
 REMOTE_MARGIN_S = 2.0
+#: Seconds that a rank waits in a collective for a rank of its host that has exited the stage, or begun the next one.
+COLLECTIVE_GRACE_S = 1.5
 _IS_TRACED = "is traced"
 
 
@@ -61,7 +65,10 @@ class Observation:
 
 
 def detect_failure(
-    observed: Observation, hang_timeout_s: float | None, get_exit_code: Callable[[int], int | None]
+    observed: Observation,
+    hang_timeout_s: float | None,
+    get_exit_code: Callable[[int], int | None],
+    exchange_log: ExchangeLog | None = None,
 ) -> Failure | None:
     """Returns the first failure: one that a rank has published, or one that failed ranks cannot report; or None.
 
@@ -70,6 +77,7 @@ def detect_failure(
     """
     of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= observed.own.stage}
     failure = first_failure(of_stage) or _diagnose_exit(observed, get_exit_code) or _diagnose_host_loss(observed)
+    failure = failure or (None if exchange_log is None else diagnose_mismatch(observed, exchange_log))
     return failure or (None if hang_timeout_s is None else _detect_hang(observed, hang_timeout_s))
 
 
@@ -151,6 +159,18 @@ def _diagnose_host_loss(observed: Observation) -> Failure | None:
     return _observed_failure(observed, observed.lost_ranks, headline, kind="host loss")
 
 
+def diagnose_mismatch(observed: Observation, exchange_log: ExchangeLog) -> Failure | None:
+    """Returns the failure of the observer and a rank whose gradient exchanges differ from the observer's, or None."""
+    for rank, status in observed.statuses.items():
+        if rank == observed.rank or status.exchanges is None or status.exchanges.stage != observed.own.stage:
+            continue
+        difference = exchange_log.first_difference(status.exchanges)
+        if difference is not None:
+            ranks, headline = sorted((observed.rank, rank)), describe_difference(observed.rank, rank, difference)
+            return _observed_failure(observed, ranks, headline, kind="mismatch")
+    return None
+
+
 def diagnose_script_end(observed: Observation) -> Failure | None:
     """Returns the failure of the observer, whose script has ended, if other ranks wait for it in a later stage."""
     stage = observed.own.stage
@@ -161,6 +181,54 @@ def diagnose_script_end(observed: Observation) -> Failure | None:
     headline = f"its script ended while {format_ranks(waiting)} {verb} for it in the next stage"
     failure = _observed_failure(observed, (observed.rank,), headline)
     return replace(failure, stage_and_step="between two stages", frames=(), is_self_reported=True)
+
+
+def collective_grace_s(observed: Observation) -> float:
+    """Returns the seconds that a rank waits in a collective for a rank that has exited the stage, or begun the next.
+
+    Data of a finished collective may still be on its way to another host.
+    """
+    is_one_host = all(map(observed.is_local, observed.peers))
+    return COLLECTIVE_GRACE_S if is_one_host else HOST_LOSS_TIMEOUT_S
+
+
+class LoneBarrierDetector:
+    """Detects that this rank alone waits in a barrier between two stages, because another rank is in the next stage."""
+
+    def __init__(self) -> None:
+        self._call: int | None = None
+        self._in_call_s = 0.0
+
+    def is_found(self, observed: Observation, activity: ThreadActivity, elapsed_s: float) -> bool:
+        """Returns whether this rank has waited long enough, ``elapsed_s`` seconds after the last call; once."""
+        own, statuses = observed.own, observed.statuses.values()
+        has_next = any(status.state == "running" and status.stage > own.stage for status in statuses)
+        call = activity.barrier_call() if own.state == "finished" and has_next else None
+        self._in_call_s = self._in_call_s + elapsed_s if call is not None and call == self._call else 0.0
+        self._call = call
+        if self._in_call_s < collective_grace_s(observed):
+            return False
+        self._call = None
+        return True
+
+
+def describe_others(observed: Observation) -> str:
+    """Returns what the other ranks have done instead of calling a collective, as a sentence; empty if it is unknown.
+
+    The observer calls a collective, within its stage or after it.
+    """
+    own, of_text = observed.own, dict[str, list[int]]()
+    for rank, status in observed.statuses.items():
+        if rank == observed.rank:
+            continue
+        if status.state == "exited" or rank in observed.exited_ranks:
+            of_text.setdefault("exited", []).append(rank)
+        elif status.stage > own.stage:
+            of_text.setdefault(f"started the next stage ({status.stage_and_step})", []).append(rank)
+        elif status.state == "finished":
+            of_text.setdefault("finished the stage", []).append(rank)
+    parts = [f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}" for text, ranks in of_text.items()]
+    return "; ".join(parts)
 
 
 def ranks_done_with_stage(observed: Observation) -> set[int]:
@@ -227,7 +295,10 @@ def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | Non
             f" (`hang_timeout`); {what or 'no activity was detected'}"
         )
     else:
+        sites = [f"rank {rank} at {statuses[rank].call_site}" for rank in ranks if statuses[rank].call_site]
         headline = f"they waited {hang_timeout_s:g} s for each other in different collectives (`hang_timeout`)"
+        if sites:
+            headline += f": {'; '.join(sites[:MAX_RANKS_LISTED])}"
     return _observed_failure(observed, ranks, headline, _format_stacks(statuses, ranks, states), "hang")
 
 

@@ -25,7 +25,7 @@ from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import failure_detector, failure_report
-from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation
+from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, LoneBarrierDetector, Observation
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.monitor_thread import ExitTracker, MonitorThread
 from lightning_strategies_ext.failure.policies import ExitAllRanks
@@ -75,6 +75,8 @@ class FailureMonitor:
             with their stage exits and the seconds since the last call.
         was_raised: Whether the script received an exception that names the failure.
         policy: What happens after a failure.
+        start_exchange_log: See :meth:`.LocalStatus.start_exchange_log`.
+        call_site: See :meth:`.LocalStatus.call_site`.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class FailureMonitor:
         self._get_exit_code = get_exit_code
         self._hang_timeout_s: float | None = None
         self._heartbeat_ages = HeartbeatAges()
+        self._lone_barrier = LoneBarrierDetector()
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._pid = os.getpid()
@@ -104,6 +107,7 @@ class FailureMonitor:
         of_monitor = dist.PrefixStore(f"lightning_strategies_ext/failure_monitor/{number}", store)
         self._peers = exchange_peers(dist.PrefixStore("peers", of_monitor), rank, world_size)
         self._local_status = LocalStatus(of_monitor, rank, self._peers, progress, _between_stages)
+        self.start_exchange_log, self.call_site = self._local_status.start_exchange_log, self._local_status.call_site
         self.policy = ExitAllRanks(self._local_status, self.observe, abort_collectives)
         self._loop = SelectorLoop()
         self._remote_status = RemoteStatus(store, self._peers, rank, number, self._loop)
@@ -151,14 +155,14 @@ class FailureMonitor:
         own = self._local_status.own
         with self._lock:
             self._local_status.activity = ThreadActivity(threading.current_thread())
-            self._local_status.step_source = lambda: "the setup of a stage"
+            self._local_status.step_source, self._local_status.exchange_log = lambda: "the setup of a stage", None
             self._hang_timeout_s = hang_timeout_s
             self.was_raised = False
             self.on_failure = self.on_stage_exits = _do_nothing
             own.failure, own.stage = None, own.stage + 1
             self.policy.begin_stage()
             self._remote_status.reset_timeouts()
-            self._publish("running")
+            self.publish("running")
 
     def set_step_source(self, where: Callable[[], str], report_dir: str | None = None) -> None:
         """Sets a callable that returns stage and step as text, and the directory of the failure report.
@@ -166,7 +170,7 @@ class FailureMonitor:
         The directory is the working directory if ``report_dir`` is None.
         """
         self._local_status.step_source, self.policy.report_dir = where, report_dir or os.getcwd()
-        self._publish()
+        self.publish()
 
     def start_stop_agreement(self, *, is_requested: bool) -> StopAgreement:
         """Starts an agreement on the last step of the stage, see :class:`.StopAgreement`. Collective."""
@@ -176,7 +180,7 @@ class FailureMonitor:
             if own.stop_vote is not None and own.stop_vote.agreement_id[0] == own.stage:
                 number = (own.stage, own.stop_vote.agreement_id[1] + 1)
             self._agreement = StopAgreement(number, is_requested=is_requested, notify=self._loop.wake)
-            self._publish()
+            self.publish()
             return self._agreement
 
     def announce_stage_exit(self, *, has_failed: bool) -> None:
@@ -184,7 +188,7 @@ class FailureMonitor:
         with self._lock:
             own = self._local_status.own
             own.stage_exit = StageExit(own.stage, self.progress.num_started(), has_failed)
-            self._publish()
+            self.publish()
 
     def ranks_in_stage(self) -> tuple[set[int], set[int]]:
         """Returns the peers that may still exit the stage that this rank has exited, and those that have failed in it.
@@ -196,7 +200,7 @@ class FailureMonitor:
     def finish_stage(self) -> None:
         """Publishes that this rank has finished its stage."""
         if self._local_status.own.state == "running":
-            self._publish("finished")
+            self.publish("finished")
         self._local_status.step_source = _between_stages
         self.on_failure = self.on_stage_exits = _do_nothing
 
@@ -228,7 +232,7 @@ class FailureMonitor:
         with self._lock:
             # Ranks that are already in the next stage would ignore a failure in an earlier one.
             own.stage = max(own.stage + 1, *(status.stage for status in observed.statuses.values()))
-            self._publish("failed")
+            self.publish("failed")
         return is_reporter
 
     def _skip_to_next_stage(self) -> bool:
@@ -270,7 +274,7 @@ class FailureMonitor:
         failure = self.failure or replace(describe(), job_id=self._peers[0].pid)
         with self._lock:  # so that the monitor thread does not attribute the failure to another rank
             self._local_status.own.failure = failure = self.failure or failure
-            self._publish("failed")
+            self.publish("failed")
         return failure
 
     def run_exit_handler(self) -> None:
@@ -293,7 +297,7 @@ class FailureMonitor:
 
     def _on_exit(self) -> None:
         if self._local_status.own.state != "failed":
-            self._publish("exited")
+            self.publish("exited")
         if self.failure is not None:
             self.policy.prepare_exit(self.failure, was_raised=self.was_raised)
         self.close()
@@ -308,14 +312,17 @@ class FailureMonitor:
             self._remote_status.reset_timeouts()
         with self._lock:
             self._local_status.sample_training_thread(elapsed_s)
-            self._publish()
+            self.publish()
             observed = self.observe()
             self._heartbeat_ages.update(observed.statuses, elapsed_s)
             if own.failure is None:
-                own.failure = failure_detector.detect_failure(observed, self._hang_timeout_s, self._get_exit_code)
+                log = self._local_status.exchange_log
+                own.failure = failure_detector.detect_failure(observed, self._hang_timeout_s, self._get_exit_code, log)
                 if own.failure is not None and own.failure.reported_by == self.rank and own.state == "finished":
                     self.policy.report_after_stage(own.failure)
             self._update_agreements(observed, elapsed_s)
+            if self._lone_barrier.is_found(observed, self._local_status.activity, elapsed_s):
+                self.policy.abort_own_collectives()
             self._remote_status.publish(self._local_status.read(), own.failure)
             # Between two stages, or in a last hook, this rank blocks no other rank, unless it is the hung rank.
             failure, must_exit = own.failure, own.state == "running"
@@ -335,11 +342,11 @@ class FailureMonitor:
             own.stop_decision = decide_last_step(votes, own.stop_decision)
         own.stage_exits = merge_stage_exits(statuses.values(), own.stage)
         if before != (own.stop_decision, own.stage_exits):
-            self._publish()  # first: a rank that receives the decision may exit right after the last step
+            self.publish()  # first: a rank that receives the decision may exit right after the last step
         if agreement is not None:
             agreement.receive(own.stop_decision)
             if agreement.vote() != own.stop_vote:
-                self._publish()
+                self.publish()
         if own.stage_exits is not None:
             self.on_stage_exits(own.stage_exits, elapsed_s)
 
@@ -352,7 +359,8 @@ class FailureMonitor:
             statuses, ages_s = self._local_status.read(), self._heartbeat_ages.age_s
             return self._remote_status.add_remote(Observation(self.rank, self._peers, statuses, ages_s, exited_ranks))
 
-    def _publish(self, state: RankState | None = None) -> None:
+    def publish(self, state: RankState | None = None) -> None:
+        """Publishes the status of this rank, with a new state if there is one."""
         with self._lock:
             if state is not None:
                 self._local_status.own.state = state

@@ -16,8 +16,8 @@ from types import TracebackType
 
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext._system.call_sites import user_code_frames
 from lightning_strategies_ext.failure.rank_status import Failure
-from lightning_strategies_ext.failure.thread_activity import user_code_frames
 
 #: Directory of the files, below the working directory or the Trainer's root directory.
 DIRECTORY = "failures"

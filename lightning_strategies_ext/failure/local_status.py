@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress, RankStatus
 from lightning_strategies_ext.failure.status_table import SLOT_NUM_BYTES, StatusTable
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
@@ -36,6 +37,7 @@ class LocalStatus:
         peers: Ranks of this host, including this rank.
         activity: Activity of the training thread.
         step_source: Callable that returns stage and step as text.
+        exchange_log: Gradient exchanges of this rank in its stage; None if its engine compares them in the exchange.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LocalStatus:
         self.peers = local_peers(peers, rank)
         self.activity = ThreadActivity(threading.current_thread())
         self.step_source = step_source
+        self.exchange_log: ExchangeLog | None = None
         self._progress = progress
         self._pending_work: Any = None
         self._statuses = {rank: self.own}
@@ -74,14 +77,21 @@ class LocalStatus:
         is_still = activity.unchanged_s >= STACK_AFTER_S
         own.heartbeat += 1
         own.stage_and_step = self.current_step_text()
+        own.exchanges = None if self.exchange_log is None else self.exchange_log.summary(own.stage)
         own.unchanged_s, own.idle_s = activity.unchanged_s, activity.idle_s
         own.is_in_debugger = is_still and activity.is_in_debugger
         is_waiting = own.in_collective_s > 0
         own.collective = getattr(self._pending_work, "name", "") or ("a collective" if is_waiting else "")
+        own.call_site = activity.call_site() if is_waiting and own.state == "running" else ""
         own.user_frames = tuple(activity.user_frames()) if is_still else ()
         own.stack = activity.stack() if is_still else ""
         if self._status_table is not None:
             self._status_table.write(own.dump(SLOT_NUM_BYTES - 64))
+
+    def start_exchange_log(self) -> ExchangeLog:
+        """Starts to publish the gradient exchanges of the stage, which other ranks compare with theirs. Collective."""
+        self.exchange_log = log = ExchangeLog()
+        return log
 
     def read(self) -> dict[int, RankStatus]:
         """Returns the newest status of each rank of this host, by rank; without ranks that have published none."""
@@ -91,6 +101,10 @@ class LocalStatus:
                 if content is not None:
                     self._statuses[rank] = RankStatus.load(content)
         return self._statuses
+
+    def call_site(self) -> str:
+        """Returns the user's innermost call in the training thread; empty if there is none."""
+        return self.activity.call_site()
 
     def current_step_text(self) -> str:
         """Returns stage and step as text; empty if they cannot be determined."""

@@ -66,7 +66,7 @@ class ExitAllRanks:
             if not failure.is_self_reported or now - self._detected_at > ANNOUNCE_S:
                 self._aborted_at = now
                 self.abort_own_collectives()
-        elif now - self._aborted_at > (HANG_GRACE_S if self._rank in failure.ranks else GRACE_S):
+        elif now - self._aborted_at > (HANG_GRACE_S if self._rank in failure.unresponsive_ranks else GRACE_S):
             reason = f"rank {self._rank} was terminated because {failure_report.one_line_cause(failure)}"
             stack = self._local_status.activity.stack()
             path = failure_report.write_report(self.report_dir, failure, self._rank, f"{reason}\n{stack}")

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from lightning_strategies_ext.failure.exchange_log import ExchangeSummary
+
 #: In a stage, finished with the stage, failed in the stage, or exiting.
 RankState = Literal["running", "finished", "failed", "exited"]
 
@@ -92,10 +94,16 @@ class StageExits:
     num_started: int
 
 
-#: An exception or an exit; ranks that other ranks wait for; the ranks of an unreachable host.
-FailureKind = Literal["failed", "hang", "host loss"]
+#: An exception or an exit; ranks that other ranks wait for; the ranks of an unreachable host; ranks whose gradient
+#: exchanges differ.
+FailureKind = Literal["failed", "hang", "host loss", "mismatch"]
 #: Verbs for one rank, and for several.
-_VERBS = {"failed": ("failed", "failed"), "hang": ("is stuck", "are stuck"), "host loss": ("is lost", "are lost")}
+_VERBS = {
+    "failed": ("failed", "failed"),
+    "hang": ("is stuck", "are stuck"),
+    "host loss": ("is lost", "are lost"),
+    "mismatch": ("differs", "differ"),
+}
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,14 @@ class Failure:
         return _VERBS[self.kind][len(self.ranks) > 1]
 
     @property
+    def unresponsive_ranks(self) -> tuple[int, ...]:
+        """The failed ranks, unless they run and exit by themselves."""
+        return () if self.kind == "mismatch" else self.ranks
+
+    @property
     def unable_to_report(self) -> tuple[int, ...]:
         """The failed ranks, unless they report the failure themselves."""
-        return () if self.is_self_reported else self.ranks
+        return () if self.is_self_reported else self.unresponsive_ranks
 
 
 @dataclass
@@ -163,6 +176,7 @@ class RankStatus:
         idle_s: Seconds of these in which the thread was idle as well.
         is_in_debugger: Whether the training thread is in a Python debugger.
         collective: Name of the collective that the rank waits in; empty if unknown.
+        call_site: The user's call in which the rank waits; empty if unknown.
         user_frames: Frames of the user's code; empty while the stack changes.
         stack: Stack of the training thread; empty while it changes.
         failure: First failure that the rank knows of.
@@ -170,6 +184,7 @@ class RankStatus:
         stop_decision: Newest decision of a stop agreement that the rank knows of.
         stage_exit: Newest stage exit of the rank.
         stage_exits: Exits of other ranks from the rank's stage, as far as it knows.
+        exchanges: Gradient exchanges of the rank in its stage; None if its engine compares them in the exchange.
     """
 
     rank: int
@@ -183,6 +198,7 @@ class RankStatus:
     idle_s: float = 0.0
     is_in_debugger: bool = False
     collective: str = ""
+    call_site: str = ""
     user_frames: tuple[str, ...] = ()
     stack: str = ""
     failure: Failure | None = None
@@ -190,11 +206,14 @@ class RankStatus:
     stop_decision: StopDecision | None = None
     stage_exit: StageExit | None = None
     stage_exits: StageExits | None = None
+    exchanges: ExchangeSummary | None = None
 
     @property
     def waits_where(self) -> str:
         """Where the rank waits, as part of a sentence."""
-        return f"in {self.collective or 'a collective'}" if self.state == "running" else "at the end of the stage"
+        if self.state != "running":
+            return "at the end of the stage"
+        return f"in {self.collective or 'a collective'}" + (f" at {self.call_site}" if self.call_site else "")
 
     @property
     def agreement_state(self) -> tuple[object, ...]:
@@ -230,6 +249,7 @@ _RECORDS: Mapping[str, Callable[..., Any]] = {
     "stop_decision": StopDecision,
     "stage_exit": StageExit,
     "stage_exits": StageExits,
+    "exchanges": ExchangeSummary,
 }
 
 

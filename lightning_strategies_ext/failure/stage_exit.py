@@ -14,13 +14,13 @@ import atexit
 import time
 from typing import Any
 
+from lightning_strategies_ext._system.call_sites import call_site_of_exception
 from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext.failure.failure_detector import collective_grace_s
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.process_exit import fail_at_exit
 from lightning_strategies_ext.failure.rank_status import StageExits, format_ranks, merge_stage_exits
 
-#: Seconds that a rank waits in one collective of ``shm`` for a rank that has exited the stage.
-COLLECTIVE_GRACE_S = 1.5
 #: Seconds that a rank waits at its exit for the reason of a failure.
 REASON_TIMEOUT_S = 1.0
 _POLL_S = 0.05
@@ -44,6 +44,7 @@ class StageExitHandler:
         self.reason: str | None = None
         self._ends_with_process = ends_with_process
         self._is_closed = False
+        self._grace_s = collective_grace_s(monitor.observe())
         self._pending_work: Any = None
         self._in_collective_s = 0.0
         monitor.on_stage_exits = self._on_stage_exits
@@ -58,13 +59,13 @@ class StageExitHandler:
         if self._ends_with_process and not has_failed:
             atexit.register(_wait_for_others_at_exit, self)  # runs before the process group is destroyed
 
-    def explain_collective_error(self) -> str | None:
-        """Returns why a collective failed, if another rank had finished the stage and exited; else None."""
+    def explain_collective_error(self, exception: BaseException) -> str | None:
+        """Returns why a collective raised, if another rank had finished the stage and exited; else None."""
         if self.reason is None and not self._is_closed:
             observed = self.monitor.observe()
             exits = merge_stage_exits(observed.statuses.values(), observed.own.stage)
             if exits is not None:
-                self._set_reason(exits)
+                self._set_reason(exits, call_site_of_exception(exception))
         return self.reason
 
     def wait_for_others(self) -> list[int]:
@@ -93,17 +94,19 @@ class StageExitHandler:
         is_same = now is not None and now is self._pending_work
         self._in_collective_s = self._in_collective_s + elapsed_s if is_same else 0.0
         self._pending_work = now
-        if self.monitor.progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
-            self._set_reason(exits)
+        if self.monitor.progress.num_started() > exits.num_started or self._in_collective_s >= self._grace_s:
+            self._set_reason(exits, self.monitor.call_site())
             self.monitor.policy.abort_own_collectives()
 
-    def _set_reason(self, exits: StageExits) -> None:
+    def _set_reason(self, exits: StageExits, call_site: str) -> None:
         others, has = format_ranks(exits.ranks, exits.num_ranks), "has" if exits.num_ranks == 1 else "have"
         rank = self.monitor.rank
         self.reason = (
             f"rank {rank} is waiting in a collective for {others}, which {has} already finished this stage."
-            " The ranks processed different numbers of batches or took different code paths. Give"
-            " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
+            + (f" Rank {rank} waits at {call_site}." if call_site else "")
+            + " The ranks processed different numbers of batches or took different code paths. Give"
+            " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`), and call"
+            " collectives on all ranks."
         )
         self.monitor.announce_stage_exit(has_failed=True)
 

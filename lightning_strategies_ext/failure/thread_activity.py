@@ -4,13 +4,10 @@ Sampling costs the training thread nothing. While the training thread waits for 
 counts as its own.
 """
 
-import gc
 import multiprocessing
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
@@ -18,6 +15,8 @@ from types import FrameType
 from typing import NamedTuple
 
 import psutil
+
+from lightning_strategies_ext._system.call_sites import call_site_of_thread, frames_of_thread, user_code_frames
 
 #: A thread is active, even within one call, if it computes for this part of the time, or if it wakes up this often per
 #: second, because it reads or writes. A thread that polls now and then is idle.
@@ -27,15 +26,10 @@ _WAKES_PER_S = 20
 _BYTES_PER_S = 100_000
 #: Seconds with an unchanged stack after which the activity of DataLoader workers is sampled too.
 _WAITS_S = 0.5
-_MAX_FRAMES = 60
 #: Modules in which a thread waits during a debugger session.
 _DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
-#: Paths of files without user code begin so: generated code, Python, installed packages, and this package.
-_FRAMEWORK_PATHS = (
-    "<",
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(__file__).parents[1]),
-)
+#: Modules of this package with barriers of all ranks.
+_COLLECTIVES = ("torch_distributed.collectives", "horovod.collectives")
 
 
 class ResourceUsage(NamedTuple):
@@ -135,6 +129,17 @@ class ThreadActivity:
         codes = [(frame.f_code, frame.f_lineno) for frame in reversed(self._frames())]
         return user_code_frames([FrameSummary(c.co_filename, line, c.co_name, lookup_line=False) for c, line in codes])
 
+    def call_site(self) -> str:
+        """Returns the innermost call of the user's code, see :func:`.call_sites.call_site`."""
+        return call_site_of_thread(self._ident)
+
+    def barrier_call(self) -> int | None:
+        """Returns a number that identifies the call of a barrier of all ranks in which the thread is, or None."""
+        for frame in self._frames():
+            if frame.f_code.co_name == "barrier" and _module_of(frame).endswith(_COLLECTIVES):
+                return id(frame)
+        return None
+
     def _count(self) -> ResourceUsage:
         status: dict[str, str] = {}
         with suppress(OSError):  # /proc is missing
@@ -155,25 +160,7 @@ class ThreadActivity:
         return any(pid not in before or counts.exceeds(before[pid], elapsed_s) for pid, counts in now.items())
 
     def _frames(self) -> list[FrameType]:
-        """Returns the frames of the thread, the innermost first, and pauses garbage collection meanwhile if necessary.
-
-        Python 3.11 creates an object for each frame that is read. That may start a collection, whose callbacks may let
-        the other thread run; its frame is then freed before the object refers to it, and the process crashes. Before
-        3.11, frames are objects anyway; since 3.12, no collection starts there.
-        """
-        frames: list[FrameType] = []
-        must_pause = sys.version_info[:2] == (3, 11) and gc.isenabled()
-        if must_pause:
-            gc.disable()
-        try:
-            frame = sys._current_frames().get(self._ident)
-            while frame is not None and len(frames) < _MAX_FRAMES:
-                frames.append(frame)
-                frame = frame.f_back
-        finally:
-            if must_pause:
-                gc.enable()
-        return frames
+        return frames_of_thread(self._ident)
 
 
 def _num_bytes_of(process: psutil.Process | None) -> int:
@@ -194,9 +181,3 @@ def _is_waiting_for_batch(frames: list[FrameType]) -> bool:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def user_code_frames(frames: Sequence[FrameSummary]) -> list[str]:
-    """Returns those of the given frames that are user code, or else the last frame, as ``file:line in function``."""
-    users = [frame for frame in frames if not frame.filename.startswith(_FRAMEWORK_PATHS)]
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in users or frames[-1:]]

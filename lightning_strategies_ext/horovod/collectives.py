@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
+from lightning_strategies_ext.failure.lone_calls import lone_call_text
 from lightning_strategies_ext.horovod.synchronize import synchronize
 
 _OPS = {
@@ -82,13 +83,14 @@ class HorovodCollectives(Collectives):
         Args:
             name: Name of the barrier in the error message.
         """
-        if self.rank() is None:
+        rank = self.rank()
+        if rank is None:
             return
         try:  # not `hvd.barrier`, which always waits in `synchronize`
             synchronize(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
-            raise RuntimeError(f"Rank {hvd.rank()}: {label} failed: {error}") from error
+            raise RuntimeError(f"Rank {rank}: {label} failed: {error}{lone_call_text()}") from error
 
     def gather_rows(self, tensor: Tensor, group: Any = None) -> tuple[Tensor, list[int]]:
         """Gathers tensors whose first dimensions may differ.
@@ -110,7 +112,8 @@ class HorovodCollectives(Collectives):
         is_carried = flat.dtype in self.native_dtypes
         carried = flat if is_carried else flat.view(torch.uint8)
         data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
-        gathered, sizes = synchronize(data_handle), synchronize(sizes_handle).tolist()
+        gathered = synchronize(data_handle, process_set)
+        sizes = synchronize(sizes_handle, process_set).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
 
     def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
@@ -136,7 +139,8 @@ class HorovodCollectives(Collectives):
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         process_set = _process_set(group)
         name = f"lightning_strategies_ext.reduce.{process_set.process_set_id}"
-        synchronize(hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set))
+        handle = hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set)
+        synchronize(handle, process_set)
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         output.copy_(self.gather_rows(tensor, group)[0])
@@ -182,7 +186,7 @@ class HorovodCollectives(Collectives):
                 name = f"lightning_strategies_ext.broadcast.{index}"
                 handles.append(hvd.broadcast_async_(carried, src, name=name, process_set=_process_set(group)))
         for handle in handles:
-            synchronize(handle)
+            synchronize(handle, group)
         for tensor, carried in copies:
             if carried.data_ptr() != tensor.data_ptr():
                 tensor.copy_(carried.view(tensor.dtype).view(tensor.shape))

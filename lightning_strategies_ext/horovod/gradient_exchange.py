@@ -209,7 +209,7 @@ class HorovodGradientExchange:
                 self._start(parameter)
         usage = None if self.contributors is None else self._usage(zeros)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
-            synchronize(handle)
+            synchronize(handle, self._process_set)
         for parameter, pending in self._pending.items():
             if pending.wire is not pending.gradient:
                 pending.gradient.copy_(pending.wire)
@@ -243,7 +243,8 @@ class HorovodGradientExchange:
         ]
         counts = torch.tensor(has_gradient, dtype=torch.int32)
         name = f"{self._prefix}.usage"
-        synchronize(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
+        handle = self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set)
+        synchronize(handle, self._process_set)
         return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
     def sync_buffers(self) -> None:

@@ -9,6 +9,8 @@ import os
 import time
 from typing import Any
 
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+
 #: Time for which a rank polls without sleeping, in seconds. Cores that became idle between the messages of a short
 #: exchange took a tenth of a step to wake (h=1024 of ``benchmarks.horovod``, over MPI, on an idle virtual machine).
 _AWAKE_S = 1e-3
@@ -20,11 +22,24 @@ _PART = 0.05
 _LONGEST_PAUSE_S = 5e-3
 
 
-def synchronize(handle: Any) -> Any:
+#: The operation of all ranks that the training thread waits for, as an object of its own, or None.
+_waited_for: list[object] = [None]
+
+
+class HorovodProgress(CollectiveProgress):
+    """Progress of this process in the operations of all ranks."""
+
+    def pending_work(self) -> Any:
+        """Returns the operation that this rank waits for; None if there is none."""
+        return _waited_for[0]
+
+
+def synchronize(handle: Any, process_set: Any = None) -> Any:
     """Waits for an asynchronous operation.
 
     Args:
         handle: Handle that the call that started the operation has returned.
+        process_set: Process set of the operation; None for all ranks.
 
     Returns:
         The result of Horovod's ``synchronize``.
@@ -35,6 +50,8 @@ def synchronize(handle: Any) -> Any:
     import horovod.torch as hvd
 
     began_at = time.monotonic()
+    if process_set is None or process_set.process_set_id == 0:
+        _waited_for[0] = [handle]
     try:
         while not hvd.poll(handle):
             waited_s = time.monotonic() - began_at
@@ -49,3 +66,5 @@ def synchronize(handle: Any) -> Any:
         raise HorovodInternalError(
             f"Horovod has been shut down while this rank waited for an operation: {error}"
         ) from error
+    finally:
+        _waited_for[0] = None

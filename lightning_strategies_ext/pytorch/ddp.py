@@ -33,6 +33,7 @@ from lightning_strategies_ext._lightning import strategy_parts, user_modules
 from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
+from lightning_strategies_ext.identities import BATCH, GRADIENTS, current
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
@@ -42,6 +43,7 @@ from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.lightning_names import PACKAGE
 from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit, check_precision
+from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exchanges, record_ddp_exchange
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error
@@ -270,6 +272,16 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         super()._begin_stage(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
+            self._compare_exchanges(trainer)
+
+    def _compare_exchanges(self, trainer: "pl.Trainer") -> None:
+        model, kwargs = self.model, self._ddp_kwargs
+        # Ranks that average their models, or that exchange in other groups, may run different backward passes.
+        may_differ = kwargs.get("process_group") or kwargs.get("device_mesh")
+        if may_differ or self._gradient_sync.model_averaging_argument or not isinstance(model, DistributedDataParallel):
+            return
+        in_exchange = process_group.compares_identities()
+        compare_ddp_exchanges(self._stage_context, trainer, model, in_exchange=in_exchange)
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -316,12 +328,19 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Prepares the exchange of gradients; raises an error if ranks would exchange different gradients."""
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.before_backward()
+        if (progress := self._stage_context.batch_progress) is not None:
+            exchanges = getattr(self.model, "require_backward_grad_sync", False)
+            current.identity = GRADIENTS + progress.ready * BATCH if exchanges else 0
         for before_backward in self._features.before_backward:
             before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Ends the exchange of gradients, which DDP has already waited for."""
+        current.identity = 0
+        if self._stage_context.exchange_log is not None:
+            is_exchanged = getattr(self.model, "require_backward_grad_sync", False)
+            record_ddp_exchange(self._stage_context, is_exchanged=is_exchanged)
         for after_backward in self._features.after_backward:
             after_backward()
         if self._stage_context.uneven_inputs is not None:

@@ -29,7 +29,6 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.adasum import AdasumExchange
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
@@ -43,9 +42,11 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.horovod.synchronize import HorovodProgress
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_layer_sync
+from lightning_strategies_ext.pytorch.exchange_comparison import compare_exchanges
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
@@ -222,7 +223,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_stage(self._join_group, leave, runtime.abort_collectives, CollectiveProgress())
+        self._enter_stage(self._join_group, leave, runtime.abort_collectives, HorovodProgress())
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
@@ -280,6 +281,9 @@ class HorovodStrategy(ParallelStrategy):
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         self._begin_exchange(trainer)
         super()._begin_stage(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._deltas is None and self._options.process_set is None:
+            compare_exchanges(self._stage_context, trainer, in_exchange=False)
 
     def _begin_exchange(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
@@ -345,10 +349,14 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Waits for the exchange of gradients, unless the backward pass itself has waited."""
-        if self._stage_context.uneven_inputs is not None:
-            self._stage_context.uneven_inputs.after_backward()
-        elif self._stage_context.gradient_exchange is not None:
-            self._stage_context.gradient_exchange.finish()
+        context, exchange = self._stage_context, self._stage_context.gradient_exchange
+        log, progress = context.exchange_log, context.batch_progress
+        if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
+            log.record(progress.ready)
+        if context.uneven_inputs is not None:
+            context.uneven_inputs.after_backward()
+        elif exchange is not None:
+            exchange.finish()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from lightning_strategies_ext._lightning.trainer_logging import (
     set_step_values,
     step_values,
 )
+from lightning_strategies_ext._system.call_sites import user_code_frames
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
@@ -29,7 +30,6 @@ from lightning_strategies_ext.collectives.packed_exchange import (
 )
 from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
-from lightning_strategies_ext.failure.thread_activity import user_code_frames
 
 #: Number of keys that an error lists per rank.
 _MAX_KEYS_LISTED = 8

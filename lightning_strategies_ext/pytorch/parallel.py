@@ -43,6 +43,7 @@ from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import start_agreement
+from lightning_strategies_ext.pytorch.exchange_comparison import check_recorded_exchanges
 from lightning_strategies_ext.pytorch.logged_values import LoggedValues
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
@@ -277,6 +278,18 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if has_own_reduce and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._active_collectives.reduce_boolean_decision(decision, all)
+
+    # --- checkpoints ---
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state.
+
+        Raises:
+            RankFailedError: If ranks are known to have exchanged gradients of different batches.
+        """
+        check_recorded_exchanges(self._stage_context)
+        return super().lightning_module_state_dict()
 
     # --- exception, teardown ---
 

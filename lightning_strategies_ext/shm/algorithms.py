@@ -101,7 +101,7 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
                 piece.copy_(views[root].narrow(0, rounds.rank * piece.numel(), piece.numel()))
 
         num_bytes = [length * rounds.size if rank == root else 0 for rank in range(rounds.size)]
-        steps.append(Round(num_bytes, _laying_out([part[index] for part in parts]), read))
+        steps.append(Round(num_bytes, _concatenating([part[index] for part in parts]), read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
@@ -118,7 +118,7 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
             theirs[rounds.rank] = parts[rounds.rank][index]
             reduction(theirs, into)
 
-        publish = _laying_out([_bytes_of(part[index]) for part in parts])
+        publish = _concatenating([_bytes_of(part[index]) for part in parts])
         steps.append(Round([into.nbytes * rounds.size] * rounds.size, publish, read))
     return steps or barrier(rounds)[0], LOOKAHEAD
 
@@ -180,7 +180,7 @@ def _copying(piece: Tensor) -> Callable[[Tensor], None]:
     return publish
 
 
-def _laying_out(pieces: list[Tensor]) -> Callable[[Tensor], None]:
+def _concatenating(pieces: list[Tensor]) -> Callable[[Tensor], None]:
     def publish(into: Tensor) -> None:
         torch.cat(pieces, out=into)
 

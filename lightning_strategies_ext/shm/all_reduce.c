@@ -50,21 +50,25 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 512, WAKE_BYTES = 16, LOOKS = 4 };
-enum { DONE = 0, WAITS = 1, MISMATCH = 2 }; /* MISMATCH + a rank */
+enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 512, WAKE_BYTES = 16, POLLS = 4 };
+enum { DONE = 0, WAITS = 1, MISMATCH = 2 };
 
 /* Control block at the start of each rank's segment; the slots begin one page after it. */
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t published; /* number of events */
     _Alignas(LINE) _Atomic uint64_t note;      /* awaited event, times 256, plus the rank that publishes it, plus 1 */
-    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare */
-} Board;
+    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare: what is reduced, and how */
+    uint64_t identities[2];                    /* the same operations: why, see identities.py */
+} ControlBlock;
+
+/* Fields of an identity: kind, bucket, batch. As in identities.py. */
+static const uint64_t FIELDS[] = {0xff, 0xffff00, 0xffffffffff000000};
 
 typedef void (*Reduce)(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average);
 
 typedef struct {
     int rank, size;
-    Board *boards[MAX_RANKS];
+    ControlBlock *blocks[MAX_RANKS];
     char *slots[MAX_RANKS];
     size_t slot_bytes;
     int links[MAX_RANKS];
@@ -151,7 +155,7 @@ static const struct {
     {reduce_int64, sizeof(int64_t)},
 };
 
-static inline void pause_a_moment(void)
+static inline void pause_core(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -167,7 +171,7 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static size_t up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 /* A rank's share of a piece: its offset in the tensor and its size, in bytes. Shares have the same position in all
  * pieces of a tensor, because the next piece in a slot is written around the share in it. */
@@ -191,20 +195,20 @@ static char *slot_of(const Group *g, int rank, size_t piece, Span span)
 
 static void publish(Group *g)
 {
-    Board *own = g->boards[g->rank];
+    ControlBlock *own = g->blocks[g->rank];
     atomic_store(&own->published, ++g->events);
     for (int rank = 0; rank < g->size; rank++) {
         if (rank == g->rank)
             continue;
-        uint64_t note = atomic_load(&g->boards[rank]->note);
+        uint64_t note = atomic_load(&g->blocks[rank]->note);
         if ((note & 255) == (uint64_t)g->rank + 1 && note >> 8 <= g->events
-            && atomic_compare_exchange_strong(&g->boards[rank]->note, &note, 0))
+            && atomic_compare_exchange_strong(&g->blocks[rank]->note, &note, 0))
             /* If sending fails, the peer has other messages that wake it, or has exited. */
             (void)!send(g->links[rank], g->wake, WAKE_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
 }
 
-static void lay_out(Group *g, size_t piece)
+static void write_other_shares(Group *g, size_t piece)
 {
     for (int rank = 0; rank < g->size; rank++) {
         Span span = share_of(g, piece, rank);
@@ -235,7 +239,7 @@ static void reduce_span(Group *g, size_t piece, Span span)
 }
 
 /* Writes the shares of the other ranks into this rank's copy. A tensor with copies is one piece. */
-static void lay_out_in_copy(Group *g)
+static void write_other_shares_to_copy(Group *g)
 {
     for (int rank = 0; rank < g->size; rank++) {
         Span span = share_of(g, 0, rank);
@@ -275,7 +279,7 @@ static void do_step(Group *g, size_t k)
     if (k >= 2)
         copy_results(g, k - 2);
     if (k + 2 < g->num_pieces)
-        lay_out(g, k + 2);
+        write_other_shares(g, k + 2);
     if (k < g->num_pieces)
         publish(g);
 }
@@ -283,22 +287,22 @@ static void do_step(Group *g, size_t k)
 static int have_all(const Group *g)
 {
     for (int rank = 0; rank < g->size; rank++)
-        if (rank != g->rank && atomic_load(&g->boards[rank]->published) < g->awaited)
+        if (rank != g->rank && atomic_load(&g->blocks[rank]->published) < g->awaited)
             return 0;
     return 1;
 }
 
-static int look_for_all(Group *g, uint64_t event, uint64_t spin_ns)
+static int poll_for_all(Group *g, uint64_t event, uint64_t spin_ns)
 {
     g->awaited = event;
     if (have_all(g))
         return 1;
     uint64_t end = now_ns() + spin_ns;
     do {
-        for (int i = 0; i < LOOKS; i++) {
+        for (int i = 0; i < POLLS; i++) {
             if (have_all(g))
                 return 1;
-            pause_a_moment();
+            pause_core();
         }
         sched_yield(); /* to a rank or another process on the same core */
     } while (now_ns() < end);
@@ -308,9 +312,9 @@ static int look_for_all(Group *g, uint64_t event, uint64_t spin_ns)
 /* Returns the size of a Group, for which the caller allocates memory. */
 size_t all_reduce_group_bytes(void) { return sizeof(Group); }
 
-/* Initializes a Group. areas: each rank's control block, with its slots at the offset `board_bytes`. links: sockets to
+/* Initializes a Group. areas: each rank's control block, with its slots at offset `control_bytes`. links: sockets to
  * the other ranks. wake: message that wakes a rank. */
-void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t board_bytes, size_t slot_bytes,
+void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t control_bytes, size_t slot_bytes,
               const int *links, const char *wake)
 {
     memset(g, 0, sizeof *g);
@@ -318,17 +322,18 @@ void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t bo
     g->size = size;
     g->slot_bytes = slot_bytes;
     for (int other = 0; other < size; other++) {
-        g->boards[other] = (Board *)areas[other];
-        g->slots[other] = areas[other] + board_bytes;
+        g->blocks[other] = (ControlBlock *)areas[other];
+        g->slots[other] = areas[other] + control_bytes;
         g->links[other] = links[other];
     }
     memcpy(g->wake, wake, WAKE_BYTES);
 }
 
 /* Begins to reduce a nonempty tensor, after the previous operation has ended. The result is written to the copies, one
- * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. */
+ * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. The
+ * identity states what the tensor is for; 0 if it is unknown. */
 void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes,
-                      char *const *copies)
+                      char *const *copies, uint64_t identity)
 {
     g->tensor = tensor;
     g->reduce = TYPES[type].reduce;
@@ -336,31 +341,54 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     g->num_bytes = num_items * g->item_bytes;
     /* Shares are whole cache lines, so that no two ranks write to one line. Pieces, and so shares, have one size. */
     size_t unit = LINE * (size_t)g->size, most = g->slot_bytes / unit * unit;
-    size_t count = copies ? 1 : up(g->num_bytes, most) / most;
-    g->piece_bytes = up((g->num_bytes + count - 1) / count, unit);
+    size_t count = copies ? 1 : round_up(g->num_bytes, most) / most;
+    g->piece_bytes = round_up((g->num_bytes + count - 1) / count, unit);
     g->share_bytes = g->piece_bytes / (size_t)g->size;
-    g->num_pieces = up(g->num_bytes, g->piece_bytes) / g->piece_bytes;
+    g->num_pieces = round_up(g->num_bytes, g->piece_bytes) / g->piece_bytes;
     g->is_average = is_average;
     g->has_copies = copies != NULL;
     g->is_whole = !copies && g->num_bytes <= whole_bytes && g->num_pieces == 1;
     g->step = 0;
     g->has_compared = 0;
     g->first_event = g->events;
-    g->boards[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
+    g->blocks[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
+    g->blocks[g->rank]->identities[g->tensors % 2] = identity;
     if (copies) {
         memcpy(g->copies, copies, (size_t)g->size * sizeof *copies);
         if (tensor != copies[g->rank])
-            lay_out_in_copy(g);
+            write_other_shares_to_copy(g);
     } else if (g->is_whole)
         memcpy(g->slots[g->rank] + g->pieces % SLOTS * g->slot_bytes, tensor, g->num_bytes);
     else
         for (size_t piece = 0; piece < 2 && piece < g->num_pieces; piece++)
-            lay_out(g, piece);
+            write_other_shares(g, piece);
     publish(g);
 }
 
 /* Returns the operation of a rank: number of items, times 256, plus twice the type, plus whether it is an average. */
-uint64_t all_reduce_call(const Group *g, int rank) { return g->boards[rank]->calls[g->tensors % 2]; }
+uint64_t all_reduce_call(const Group *g, int rank) { return g->blocks[rank]->calls[g->tensors % 2]; }
+
+/* Returns the identity of a rank's operation. */
+uint64_t all_reduce_identity(const Group *g, int rank) { return g->blocks[rank]->identities[g->tensors % 2]; }
+
+/* Returns whether ranks have begun different operations. A field of an identity that is 0 does not differ, so each rank
+ * compares the fields of all ranks with each other, and all ranks come to the same result. */
+static int differ(const Group *g)
+{
+    uint64_t known = 0;
+    for (int rank = 0; rank < g->size; rank++) {
+        uint64_t identity = all_reduce_identity(g, rank);
+        if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
+            return 1;
+        for (int i = 0; i < 3 && identity != known; i++) {
+            uint64_t here = identity & FIELDS[i], before = known & FIELDS[i];
+            if (here && before && here != before)
+                return 1;
+            known |= here;
+        }
+    }
+    return 0;
+}
 
 /* Continues until the end, or a wait longer than `spin_ns`, or until a rank has begun a different operation. */
 int all_reduce_advance(Group *g, uint64_t spin_ns)
@@ -368,11 +396,10 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
     size_t num_steps = g->is_whole ? 1 : g->has_copies ? 2 : g->num_pieces + 2;
     for (; g->step < num_steps; g->step++) {
         size_t event = g->has_copies ? g->step + 1 : g->step ? g->step : 1;
-        if (!look_for_all(g, g->first_event + event, spin_ns))
+        if (!poll_for_all(g, g->first_event + event, spin_ns))
             return WAITS;
-        for (int rank = 0; rank < g->size && !g->has_compared; rank++)
-            if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
-                return MISMATCH + rank;
+        if (!g->has_compared && differ(g))
+            return MISMATCH;
         g->has_compared = 1;
         if (g->is_whole) {
             reduce_span(g, 0, (Span){0, g->num_bytes});
@@ -388,13 +415,13 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
 /* Returns whether this rank waits for an event that a rank has not published yet. */
 int all_reduce_awaits(const Group *g, int rank)
 {
-    return rank != g->rank && atomic_load(&g->boards[rank]->published) < g->awaited;
+    return rank != g->rank && atomic_load(&g->blocks[rank]->published) < g->awaited;
 }
 
 /* Stores a note of the awaited event. Returns the rank that must publish it, or -1 if no rank is missing. */
 int all_reduce_fall_asleep(Group *g)
 {
-    Board *own = g->boards[g->rank];
+    ControlBlock *own = g->blocks[g->rank];
     for (int rank = 0; rank < g->size; rank++) {
         if (!all_reduce_awaits(g, rank))
             continue;
@@ -407,4 +434,4 @@ int all_reduce_fall_asleep(Group *g)
 }
 
 /* Clears the note. */
-void all_reduce_wake_up(Group *g) { atomic_store(&g->boards[g->rank]->note, 0); }
+void all_reduce_wake_up(Group *g) { atomic_store(&g->blocks[g->rank]->note, 0); }

@@ -19,7 +19,7 @@ FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-fwrapv", 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0
 #: Maximum characters of a compiler's output in a message.
-_QUOTED: Final = 300
+_MAX_QUOTED: Final = 300
 
 
 class NativeLibraryError(Exception):
@@ -33,9 +33,9 @@ def command() -> list[str]:
         NativeLibraryError: If no compiler is found.
     """
     named = shlex.split(os.environ.get("CC", ""))
-    for words in [named] if named else [[name] for name in _COMPILERS]:
-        if shutil.which(words[0]):
-            return words
+    for parts in [named] if named else [[name] for name in _COMPILERS]:
+        if shutil.which(parts[0]):
+            return parts
     raise NativeLibraryError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
 
 
@@ -50,10 +50,10 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
     Raises:
         NativeLibraryError: If the compiler does not run, or fails.
     """
-    words = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES)]
+    parts = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES)]
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment
+            parts, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeLibraryError(f"{compiler[0]} does not run ({error})") from error
@@ -63,6 +63,6 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
 
 def _last_lines(text: str) -> str:
     """Returns the last whole lines of a text, or the beginning of a long last line; for a message."""
-    if len(text) > _QUOTED:
-        text = text[-_QUOTED - 1 :].partition("\n")[2] or text.rpartition("\n")[2][:_QUOTED]
+    if len(text) > _MAX_QUOTED:
+        text = text[-_MAX_QUOTED - 1 :].partition("\n")[2] or text.rpartition("\n")[2][:_MAX_QUOTED]
     return text

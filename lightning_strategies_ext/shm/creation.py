@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.shm import native_build
+from lightning_strategies_ext.shm.comparison import Comparison
 from lightning_strategies_ext.shm.compiler import NativeLibraryError
 from lightning_strategies_ext.shm.executor import OperationExecutor
 from lightning_strategies_ext.shm.gloo_fallback import GlooFallback
@@ -28,7 +29,7 @@ from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, create, mapped, resolve_num_bytes
 
 #: Messages that have been printed, which are not repeated for each group.
-_said: set[str] = set()
+_printed_notices: set[str] = set()
 
 
 def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
@@ -57,33 +58,34 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     library = _native_library(rank)
     try:
         own_fd, problem = _try_to_create(num_bytes, rank)
-        said = rendezvous.announce({"problem": problem, "has_native": library is not None}, deadline)
-        local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
-        leaders = _leaders_of(said)
+        announced = rendezvous.announce({"problem": problem, "has_native": library is not None}, deadline)
+        local = [other for other in range(size) if announced[other]["host"] == announced[rank]["host"]]
+        leaders = _leaders_of(announced)
         with restrict_gloo(is_one_host=len(leaders) == 1):
             gloo = GlooFallback(dist.PrefixStore("gloo", store), rank, size, timeout)
-        if problem := next((words["problem"] for words in said if words["problem"]), ""):
+        if problem := next((info["problem"] for info in announced if info["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
-            _say(rank, f"falling back to gloo for this process group: {problem}.")
+            _print_on_rank_zero(rank, f"falling back to gloo for this process group: {problem}.")
             return gloo
         assert own_fd is not None
         names = torch_options.global_ranks_in_group or range(size)
         peers = {
-            place: LocalPeer(other, names[other], said[other]["pid"])
-            for place, other in enumerate(local)
+            local_rank: LocalPeer(other, names[other], announced[other]["pid"])
+            for local_rank, other in enumerate(local)
             if other != rank
         }
-        links, fds = rendezvous.connect([(peer, said[peer.rank]) for peer in peers.values()], own_fd, deadline)
+        links, fds = rendezvous.connect([(peer, announced[peer.rank]) for peer in peers.values()], own_fd, deadline)
     finally:
         rendezvous.close()
-    segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
-    place = local.index(rank)
-    rounds = Rounds(place, peers, links, segments)
+    segments = [Segment(fds[peers[local_rank]] if local_rank in peers else own_fd) for local_rank in range(len(local))]
+    local_rank = local.index(rank)
+    comparison = Comparison(local_rank, LocalPeer(rank, names[rank], os.getpid()), peers, links)
+    rounds = Rounds(local_rank, peers, links, segments, comparison)
     native = None
-    has_library = all(words["has_native"] for words in said)
+    has_library = all(info["has_native"] for info in announced)
     if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
-        native = NativeAllReduce(library, place, peers, links, segments)
+        native = NativeAllReduce(library, local_rank, peers, links, segments, comparison)
     leader_group = None
     if len(leaders) > 1 and rank in leaders:
         with restrict_gloo(is_one_host=False):
@@ -106,11 +108,11 @@ def _share_memory(
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
     try:
-        own_fd, problem = None, _lack_of_room(size * num_bytes, rank)
+        own_fd, problem = None, _lack_of_space(size * num_bytes, rank)
         if not problem:
             own_fd, problem = _try_to_create(num_bytes, rank)
         announced = rendezvous.announce({"problem": problem}, deadline)
-        if problem := next((words["problem"] for words in announced if words["problem"]), ""):
+        if problem := next((info["problem"] for info in announced if info["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
             raise MemoryError(problem)
@@ -119,7 +121,7 @@ def _share_memory(
     finally:
         rendezvous.close()
     links.close()
-    return [mapped(fds[peers[place]] if place in peers else own_fd) for place in range(size)]
+    return [mapped(fds[peers[local_rank]] if local_rank in peers else own_fd) for local_rank in range(size)]
 
 
 @cache
@@ -159,7 +161,7 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
         return None, f"rank {rank} cannot reserve {num_bytes} bytes in /dev/shm ({error.strerror})"
 
 
-def _lack_of_room(num_bytes: int, rank: int) -> str:
+def _lack_of_space(num_bytes: int, rank: int) -> str:
     """Returns an error message if less than half of the free memory would remain; else an empty string.
 
     The remaining memory is for other uses, such as DataLoader workers.
@@ -170,20 +172,20 @@ def _lack_of_room(num_bytes: int, rank: int) -> str:
     return f"rank {rank}: {num_bytes} bytes are more than half of the free space in {DIRECTORY}"
 
 
-def _leaders_of(said: list[dict[str, Any]]) -> list[int]:
+def _leaders_of(announced: list[dict[str, Any]]) -> list[int]:
     """Returns the first rank of each host."""
     first: dict[str, int] = {}
-    for rank, words in enumerate(said):
-        first.setdefault(words["host"], rank)
+    for rank, info in enumerate(announced):
+        first.setdefault(info["host"], rank)
     return list(first.values())
 
 
 def _print_notice_once(rank: int, message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _say(rank, message)
+    if message not in _printed_notices:
+        _printed_notices.add(message)
+        _print_on_rank_zero(rank, message)
 
 
-def _say(rank: int, message: str) -> None:
+def _print_on_rank_zero(rank: int, message: str) -> None:
     if rank == 0:
         print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201

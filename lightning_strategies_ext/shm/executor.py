@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext.shm.links import MismatchFoundError
 from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
@@ -106,7 +107,7 @@ class OperationExecutor:
                     if native.begin(call):
                         if not is_asynchronous(opts):
                             return self._ended
-                        return self._held(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
+                        return self._keep_handle(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
                     progress = native.resume(call)
                     work = ShmWork("all_reduce", progress, native, [tensor], deadline_of(opts, timeout), self)
                     # The operation has begun, so it precedes operations that other threads have queued meanwhile.
@@ -125,17 +126,17 @@ class OperationExecutor:
     def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
         # Operations that a future's callback starts in the group's thread have no other thread that executes them.
         if not is_asynchronous or threading.current_thread() is self._thread:
-            self.complete(self._held(work) if is_asynchronous else work)
+            self.complete(self._keep_handle(work) if is_asynchronous else work)
             work.raise_if_failed()
             return
-        self._held(work)
+        self._keep_handle(work)
         while self._queue and self._is_running.acquire(blocking=False):
             if not self._advance_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
                 break
         if self._queue:
             self._hand_to_thread()
 
-    def _held(self, work: ShmWork) -> ShmWork:
+    def _keep_handle(self, work: ShmWork) -> ShmWork:
         if work.num_bytes <= _SMALL_NUM_BYTES:
             self._small.append(work)
         elif _LOSES_HANDLES:
@@ -190,7 +191,7 @@ class OperationExecutor:
         """
         ended: ShmWork | None = None
         try:
-            if self._queue and self._has_ended(self._queue[0], until):
+            if self._queue and self._try_to_end(self._queue[0], until):
                 ended = self._queue.popleft()
         except BaseException:  # such as Ctrl-C of the user
             ended = self._queue.popleft()
@@ -201,7 +202,7 @@ class OperationExecutor:
                 ended.fulfill_future()
         return ended is not None or not self._queue
 
-    def _has_ended(self, work: ShmWork, until: float) -> bool:
+    def _try_to_end(self, work: ShmWork, until: float) -> bool:
         error: Exception | None = None
         if self._broken is not None:
             error = DistBackendError(f"{work.name}: this process group has failed before: {self._broken}")
@@ -211,7 +212,8 @@ class OperationExecutor:
                 with torch.inference_mode():
                     if not self._advance(work, until):
                         return False
-            except BaseException as caught:
+            except BaseException as raised:
+                caught = work.waitable.answer_mismatch(raised) if isinstance(raised, MismatchFoundError) else raised
                 self._break(f"{work.name}: {str(caught) or type(caught).__name__}")
                 kind = type(caught) if isinstance(caught, DistBackendError) else DistBackendError
                 error = kind(f"{self._broken}.")
@@ -282,11 +284,11 @@ _open: "weakref.WeakSet[OperationExecutor]" = weakref.WeakSet()
 
 
 def _disown_all() -> None:
-    for execution in _open:
-        execution._broken = "it belongs to the process from which this process was forked"
+    for executor in _open:
+        executor._broken = "it belongs to the process from which this process was forked"
         # Threads of the parent, which do not exist in this process, may have held the locks.
-        execution._is_running, execution._is_starting_thread = threading.Lock(), threading.Lock()
-        execution.futures = threading.Lock()
+        executor._is_running, executor._is_starting_thread = threading.Lock(), threading.Lock()
+        executor.futures = threading.Lock()
 
 
 # A forked child has the shared memory, too: peers would mistake its data for data of its parent.
@@ -296,5 +298,5 @@ if hasattr(os, "register_at_fork"):  # Windows forks nothing
 
 def close_all() -> None:
     """Closes all ``shm`` process groups of this process, also those that are still referenced."""
-    for execution in list(_open):
-        execution.close()
+    for executor in list(_open):
+        executor.close()

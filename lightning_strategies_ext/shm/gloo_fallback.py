@@ -63,12 +63,12 @@ def with_dispatcher_fallback(name: str) -> Callable[[Collective], Collective]:
 
     def decorate(collective: Collective) -> Collective:
         @functools.wraps(collective)
-        def carried_out(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return collective(group, *args, **kwargs)
             except NoStorageError:
                 return getattr(group.gloo, name)(*args, **kwargs)
 
-        return cast(Collective, carried_out)
+        return cast(Collective, wrapper)
 
     return decorate

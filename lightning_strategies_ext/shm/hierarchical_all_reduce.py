@@ -7,8 +7,10 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DistBackendError
 
 from lightning_strategies_ext.shm import algorithms
+from lightning_strategies_ext.shm.links import MismatchFoundError
 from lightning_strategies_ext.shm.native import NativeAllReduce
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
@@ -37,6 +39,7 @@ class HierarchicalAllReduce:
         #: Object that waits for ranks of this host: the rounds or, during its operations, the native all-reduce.
         self._intra_host: Waitable = rounds
         self._waits_inter_host = False
+        self._identity = 0
 
     @property
     def spin_s(self) -> float:
@@ -44,7 +47,7 @@ class HierarchicalAllReduce:
         return SPIN_S if self._waits_inter_host else self._intra_host.spin_s
 
     def run(
-        self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
+        self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float, identity: int
     ) -> Generator[None, None, None]:
         """Reduces tensors in place, one after the other; yields whenever other ranks are not ready yet.
 
@@ -52,10 +55,12 @@ class HierarchicalAllReduce:
             flats: Tensors with one dimension.
             reductions: Reduction of each tensor.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
+            identity: Identity of the operation, which the ranks of each host compare.
 
         Raises:
             RuntimeError: If a round or an operation of gloo has failed.
         """
+        self._identity = identity
         before: Tensor | None = None
         for flat, reduction in zip(flats, reductions, strict=True):
             undivided = reduction.undivided()
@@ -89,20 +94,25 @@ class HierarchicalAllReduce:
             if not self._inter_host.is_completed():
                 raise TimeoutError("no data arrived from other hosts") from None
 
+    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+        """Returns the error after another rank of this host has found a mismatch, see :meth:`.Comparison.answer`."""
+        return self._intra_host.answer_mismatch(found)
+
     def _reduce_intra_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
         if self._native is not None and self._native.supports(piece, reduction.op):
             self._intra_host = self._native
-            yield from self._native.run([self._native.prepare(piece, reduction.op)])
+            yield from self._native.run([self._native.prepare(piece, reduction.op, identity=self._identity)])
             self._intra_host = self._rounds
         elif self._rounds.size > 1:
             steps, lookahead = algorithms.reduce(self._rounds, piece, 0, reduction)
             number = operation_id(CollectiveKind.REDUCE, [piece], reduction.op)
-            yield from self._rounds.run(number, steps, lookahead, deadline)
+            yield from self._rounds.run(number, steps, lookahead, deadline, self._identity)
 
     def _broadcast_intra_host(self, piece: Tensor, deadline: float) -> Generator[None, None, None]:
         if self._rounds.size > 1:
             steps, lookahead = algorithms.broadcast(self._rounds, piece, 0)
-            yield from self._rounds.run(operation_id(CollectiveKind.BROADCAST, [piece]), steps, lookahead, deadline)
+            number = operation_id(CollectiveKind.BROADCAST, [piece])
+            yield from self._rounds.run(number, steps, lookahead, deadline, self._identity)
 
     def _start_inter_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
         if is_short(piece.nbytes, self._leaders.size()):

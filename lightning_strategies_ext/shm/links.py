@@ -24,14 +24,17 @@ from typing import Final
 
 from torch.distributed import DistBackendError
 
-#: Kind of the message, round number, operation number, size of the whole operation in bytes.
-HEADER: Final = struct.Struct("<BxHIQ")
+#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity.
+HEADER: Final = struct.Struct("<BxHIQQ")
 #: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
-#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, and a message
-#: that only wakes a rank, whose data is in shared memory.
-ROUND, LEFT, BROKEN, WAKE = range(4)
+#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, a message that
+#: only wakes a rank, whose data is in shared memory, and the text of a rank that has found a mismatch.
+ROUND, LEFT, BROKEN, WAKE, MISMATCH = range(5)
+#: Maximum number of bytes of a text in a message.
+_TEXT_NUM_BYTES: Final = 4000
+_HEADERS: Final = {kind: HEADER.pack(kind, 0, 0, 0, 0) for kind in (LEFT, BROKEN, MISMATCH)}
 #: poll(2) takes milliseconds as an int, which overflows after 24 days.
 _LONGEST_POLL_S: Final = 86_400.0
 
@@ -66,6 +69,10 @@ class PeerLostError(DistBackendError):
         self.peer = peer
 
 
+class MismatchFoundError(PeerLostError):
+    """Raised when a peer has found that the ranks are in different operations. The message is the peer's operation."""
+
+
 class Links:
     """Links of one rank to its peers.
 
@@ -76,8 +83,9 @@ class Links:
     def __init__(self, sockets: dict[LocalPeer, socket.socket]) -> None:
         self._sockets = sockets
         self._by_fd = {link.fileno(): peer for peer, link in sockets.items()}
-        self._early: dict[LocalPeer, deque[bytes]] = {peer: deque() for peer in sockets}
-        self._gone: set[LocalPeer] = set()
+        # Messages that were received while this rank waited for something else, and peers whose sockets have no more.
+        self._unread: dict[LocalPeer, deque[bytes]] = {peer: deque() for peer in sockets}
+        self._closed: set[LocalPeer] = set()
         _open.add(self)
 
     def send(self, peer: LocalPeer, parts: Sequence[bytes | memoryview], deadline: float) -> None:
@@ -98,8 +106,8 @@ class Links:
                 if not poll_until(poller, deadline):
                     raise TimeoutError(f"{peer} has received no data") from None
             except (BrokenPipeError, ConnectionError):
-                self._read_early(peer)
-                if self._early[peer]:
+                self._store_unread(peer)
+                if self._unread[peer]:
                     return  # the peer had sent its messages before it left; `receive` raises later
                 raise self._lost(peer) from None
 
@@ -112,28 +120,28 @@ class Links:
         Raises:
             PeerLostError: If the peer has exited, left the group, or failed.
         """
-        early = self._early[peer]
-        if early:
-            message = early.popleft()
+        unread = self._unread[peer]
+        if unread:
+            message = unread.popleft()
             num_bytes = len(message)
             into[:num_bytes] = message
-        elif peer in self._gone:
+        elif peer in self._closed:
             raise self._lost(peer)
         else:
-            num_bytes = self._take(peer, into)
+            num_bytes = self._receive_if_arrived(peer, into)
             while num_bytes > 0 and into[0] == WAKE:
-                num_bytes = self._take(peer, into)
+                num_bytes = self._receive_if_arrived(peer, into)
         if num_bytes == 0:
-            self._gone.add(peer)
+            self._closed.add(peer)
             raise self._lost(peer)
         if num_bytes > 0:
-            self._check_goes_on(peer, into[:num_bytes])
+            self._raise_if_last(peer, into[:num_bytes])
         return max(num_bytes, 0)
 
     def has_message(self, peer: LocalPeer) -> bool:
         """Returns whether :meth:`receive` would return a message or raise; discards messages of kind WAKE."""
         link = self._sockets[peer]
-        while not self._early[peer] and peer not in self._gone:
+        while not self._unread[peer] and peer not in self._closed:
             try:
                 if link.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != bytes([WAKE]):
                     return True
@@ -162,13 +170,13 @@ class Links:
         first, *others = awaited
         for peer in awaited:
             self._check_is_connected(peer)
-        if self._early[first]:
+        if self._unread[first]:
             return
         poller = select.poll()
         poller.register(self._sockets[first], select.POLLIN | select.POLLRDHUP)
         for peer in others:
             # Messages of these peers are read later, but their exit must be detected at once.
-            if peer not in self._gone:
+            if peer not in self._closed:
                 poller.register(self._sockets[peer], select.POLLRDHUP)
         events = poll_until(poller, deadline)
         if not events:
@@ -177,52 +185,61 @@ class Links:
         for fd, event in events:
             if event & ~select.POLLIN:
                 peer = self._by_fd[fd]
-                self._read_early(peer)
+                self._store_unread(peer)
                 self._check_is_connected(peer)
+
+    def report_mismatch(self, text: str) -> None:
+        """Sends the peers, as far as they can receive it, a text that describes the operation of this rank."""
+        for link in self._sockets.values():
+            with suppress(OSError):
+                link.sendmsg([_HEADERS[MISMATCH], text.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
 
     def shut_down(self, kind: int, reason: str = "") -> None:
         """Leaves the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
-                link.sendmsg([HEADER.pack(kind, 0, 0, 0), reason.encode()[:4000]], (), socket.MSG_DONTWAIT)
+                link.sendmsg([_HEADERS[kind], reason.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
-        self._gone.update(self._sockets)
+        self._closed.update(self._sockets)
 
     def close(self) -> None:
         """Closes the sockets. In a forked child, the parent's links stay connected."""
         for link in self._sockets.values():
             link.close()
-        self._gone.update(self._sockets)
+        self._closed.update(self._sockets)
 
     def _check_is_connected(self, peer: LocalPeer) -> None:
         """Raises PeerLostError if the peer has exited or left the group without another message."""
-        early = self._early[peer]
-        if early:
-            self._check_goes_on(peer, early[0])
-        elif peer in self._gone:
+        unread = self._unread[peer]
+        if unread:
+            self._raise_if_last(peer, unread[0])
+        elif peer in self._closed:
             raise self._lost(peer)
 
-    def _check_goes_on(self, peer: LocalPeer, message: bytes | memoryview) -> None:
+    def _raise_if_last(self, peer: LocalPeer, message: bytes | memoryview) -> None:
+        """Raises PeerLostError if a message ends the group."""
         if message[0] == LEFT:
             raise PeerLostError(f"{peer} has left the process group while this rank waits for it", peer)
-        if message[0] == BROKEN:
-            said = bytes(message[HEADER.size :]).decode(errors="replace")
-            raise PeerLostError(f"{peer} has failed: {said}", peer)
+        if message[0] in (BROKEN, MISMATCH):
+            text = bytes(message[HEADER.size :]).decode(errors="replace")
+            if message[0] == MISMATCH:
+                raise MismatchFoundError(text, peer)
+            raise PeerLostError(f"{peer} has failed: {text}", peer)
 
-    def _read_early(self, peer: LocalPeer) -> None:
+    def _store_unread(self, peer: LocalPeer) -> None:
         """Reads and stores the messages that a peer has sent before it exited or left the group."""
-        while peer not in self._gone:
+        while peer not in self._closed:
             into = bytearray(MESSAGE_NUM_BYTES)
-            num_bytes = self._take(peer, memoryview(into))
+            num_bytes = self._receive_if_arrived(peer, memoryview(into))
             if num_bytes < 0:
                 return
             if not num_bytes:
-                self._gone.add(peer)
+                self._closed.add(peer)
             elif into[0] != WAKE:
-                self._early[peer].append(bytes(into[:num_bytes]))
+                self._unread[peer].append(bytes(into[:num_bytes]))
 
-    def _take(self, peer: LocalPeer, into: memoryview) -> int:
+    def _receive_if_arrived(self, peer: LocalPeer, into: memoryview) -> int:
         """Reads one message. Returns its size in bytes, 0 at the end of the stream, -1 if none has arrived."""
         for _ in range(2):
             try:

@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ReduceOp
 
-from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, LocalPeer, PeerLostError
-from lightning_strategies_ext.shm.rounds import SPIN_S
+from lightning_strategies_ext.identities import current
+from lightning_strategies_ext.shm.comparison import Comparison, Operation
+from lightning_strategies_ext.shm.links import (
+    HEADER,
+    MESSAGE_NUM_BYTES,
+    WAKE,
+    Links,
+    LocalPeer,
+    MismatchFoundError,
+    PeerLostError,
+)
+from lightning_strategies_ext.shm.rounds import SPIN_S, received_operation
 from lightning_strategies_ext.shm.segments import CONTROL_BLOCK_NUM_BYTES, Segment
 
 #: Maximum number of ranks on one host that the library supports.
 MAX_RANKS: Final = 64
-_DONE, _WAITS, _MISMATCH = range(3)
+_DONE, _WAITS, _MISMATCH = range(3)  # as in all_reduce.c
 _TYPES: Final = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _IS_AVERAGE: Final = {ReduceOp.SUM: False, ReduceOp.AVG: True}
 _TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
@@ -50,6 +60,7 @@ class AllReduceCall(NamedTuple):
     type: int
     is_average: bool
     copies: SharedCopies | None
+    identity: int
 
 
 class NativeAllReduce:
@@ -61,6 +72,7 @@ class NativeAllReduce:
         peers: Other ranks of the host, by their index.
         links: Links to the peers.
         segments: Segments of all ranks of the host, by their index.
+        comparison: Creates the error if ranks are in different operations.
 
     Attributes:
         spin_s: Time for which the caller polls before it sleeps, in seconds: zero, because the library polls.
@@ -75,18 +87,20 @@ class NativeAllReduce:
         peers: dict[int, LocalPeer],
         links: Links,
         segments: Sequence[Segment],
+        comparison: Comparison,
     ) -> None:
         self._library = library
         self._rank = rank
         self._size = len(segments)
         self._peers = peers
         self._links = links
+        self._comparison = comparison
         self._segments = segments  # stay mapped, because the library may write to them
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
         areas = (ctypes.c_void_p * self._size)(*(segment.control_block.data_ptr() for segment in segments))
-        fds = [links.fileno(peers[place]) if place in peers else -1 for place in range(self._size)]
+        fds = [links.fileno(peers[local_rank]) if local_rank in peers else -1 for local_rank in range(self._size)]
         slot_num_bytes = min(segment.native_slot_num_bytes for segment in segments)
         library.all_reduce_open(
             self._group,
@@ -96,7 +110,7 @@ class NativeAllReduce:
             CONTROL_BLOCK_NUM_BYTES,
             slot_num_bytes,
             (ctypes.c_int * self._size)(*fds),
-            HEADER.pack(WAKE, 0, 0, 0),
+            HEADER.pack(WAKE, 0, 0, 0, 0),
         )
 
     @staticmethod
@@ -105,25 +119,29 @@ class NativeAllReduce:
         return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
     @staticmethod
-    def prepare(flat: Tensor, op: Any, copies: SharedCopies | None = None) -> AllReduceCall:
+    def prepare(
+        flat: Tensor, op: Any, copies: SharedCopies | None = None, identity: int | None = None
+    ) -> AllReduceCall:
         """Returns the argument of :meth:`begin`; raises before an operation has begun.
 
         Args:
             flat: Contiguous tensor on the CPU that :meth:`supports` supports.
             op: Reduction operator: SUM or AVG.
             copies: Memory for the result, of the size of the tensor; None to reduce the tensor in place.
+            identity: Identity of the operation; that of the calling thread if None.
 
         Raises:
             RuntimeError: If the tensor has no memory.
         """
         is_average = _IS_AVERAGE[getattr(op, "op", op)]
-        return AllReduceCall(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies)
+        identity = current.identity if identity is None else identity
+        return AllReduceCall(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies, identity)
 
     def begin(self, call: AllReduceCall) -> bool:
         """Begins to reduce a tensor. Returns whether it is finished; otherwise :meth:`resume` continues."""
-        _, *numbers, copies = call
+        _, *numbers, copies, identity = call
         pointers = None if copies is None else copies.pointers
-        self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers)
+        self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers, identity)
         return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
 
     def resume(self, call: AllReduceCall) -> Generator[None, None, None]:
@@ -133,11 +151,12 @@ class NativeAllReduce:
             call: Operation that has begun. Its memory stays alive until the end.
 
         Raises:
-            DistBackendError: If a rank reduces a tensor of another size or dtype, or with another operator.
+            DistBackendError: If a rank reduces a tensor of another size or dtype, with another operator, or for
+                another purpose.
         """
         while (state := self._library.all_reduce_advance(self._group, _SPIN_NS)) != _DONE:
-            if state != _WAITS:
-                raise self._mismatch(state - _MISMATCH)
+            if state == _MISMATCH:
+                raise self._comparison.mismatch([self._operation(local_rank) for local_rank in range(self._size)])
             yield
 
     def run(self, calls: Sequence[AllReduceCall]) -> Generator[None, None, None]:
@@ -154,11 +173,11 @@ class NativeAllReduce:
             TimeoutError: If no data has arrived before the deadline.
             DistBackendError: If an awaited rank is in another collective.
         """
-        place = self._library.all_reduce_fall_asleep(self._group)
-        if place < 0:
+        local_rank = self._library.all_reduce_fall_asleep(self._group)
+        if local_rank < 0:
             return
-        first = self._peers[place]
-        awaited = [place, *(other for other in self._peers if other > place and self._awaits(other))]
+        first = self._peers[local_rank]
+        awaited = [local_rank, *(other for other in self._peers if other > local_rank and self._awaits(other))]
         try:
             self._links.wait([self._peers[other] for other in awaited], deadline)
             has_message = self._links.has_message(first)
@@ -170,20 +189,25 @@ class NativeAllReduce:
         finally:
             self._library.all_reduce_wake_up(self._group)
         # When a message has arrived, all data that its sender published before is visible.
-        if has_message and self._awaits(place):
+        if has_message and self._awaits(local_rank):
             self._links.receive(first, self._message)
-            raise DistBackendError(f"the ranks do not call the same collectives: {first} is not in this all-reduce")
+            operations: list[Operation | None] = [None] * self._size
+            operations[self._rank], operations[local_rank] = self.current_operation, received_operation(self._message)
+            raise self._comparison.mismatch(operations)
 
-    def _awaits(self, place: int) -> bool:
-        return bool(self._library.all_reduce_awaits(self._group, place))
+    @property
+    def current_operation(self) -> Operation:
+        """The operation of this rank."""
+        return self._operation(self._rank)
 
-    def _mismatch(self, place: int) -> DistBackendError:
-        theirs, ours = (self._call(rank) for rank in (place, self._rank))
-        return DistBackendError(
-            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs}, but this rank"
-            f" {ours}"
-        )
+    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
+        return self._comparison.answer(found, self.current_operation)
 
-    def _call(self, place: int) -> str:
-        call = self._library.all_reduce_call(self._group, place)
-        return f"{call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
+    def _awaits(self, local_rank: int) -> bool:
+        return bool(self._library.all_reduce_awaits(self._group, local_rank))
+
+    def _operation(self, local_rank: int) -> Operation:
+        call = self._library.all_reduce_call(self._group, local_rank)
+        tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
+        return Operation("all_reduce", tensors, self._library.all_reduce_identity(self._group, local_rank))

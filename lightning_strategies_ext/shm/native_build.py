@@ -102,8 +102,9 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, result, arguments in (
         ("all_reduce_group_bytes", size, []),
         ("all_reduce_open", None, [pointer, number, number, pointer, size, size, pointer, ctypes.c_char_p]),
-        ("all_reduce_begin", None, [pointer, pointer, size, number, number, size, pointer]),
+        ("all_reduce_begin", None, [pointer, pointer, size, number, number, size, pointer, ctypes.c_uint64]),
         ("all_reduce_call", ctypes.c_uint64, [pointer, number]),
+        ("all_reduce_identity", ctypes.c_uint64, [pointer, number]),
         ("all_reduce_advance", number, [pointer, ctypes.c_uint64]),
         ("all_reduce_awaits", number, [pointer, number]),
         ("all_reduce_fall_asleep", number, [pointer]),

@@ -48,12 +48,12 @@ class OneShotAllReduce:
         self._flat = flat
         self._reduction = reduction
         self._num_ranks = group.size()
-        given = flat.repeat(self._num_ranks)
-        self._got = torch.empty_like(given)
+        sent = flat.repeat(self._num_ranks)
+        self._received = torch.empty_like(sent)
         options = dist.AllToAllOptions()
         if timeout is not None:
             options.timeout = timeout
-        self._work = group.alltoall_base(self._got, given, [], [], options)
+        self._work = group.alltoall_base(self._received, sent, [], [], options)
 
     def is_completed(self) -> bool:
         """Returns whether all tensors have arrived, or the operation has failed."""
@@ -70,4 +70,4 @@ class OneShotAllReduce:
 
     def combine(self) -> None:
         """Reduces the received tensors."""
-        self._reduction(self._got.chunk(self._num_ranks), self._flat)
+        self._reduction(self._received.chunk(self._num_ranks), self._flat)

@@ -10,30 +10,28 @@ first ranks of the hosts. All other collectives over several hosts use gloo only
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from lightning_strategies_ext.identities import current
 from lightning_strategies_ext.shm import algorithms
 from lightning_strategies_ext.shm.algorithms import Plan
-from lightning_strategies_ext.shm.blocking_times import recorded
-from lightning_strategies_ext.shm.executor import OperationExecutor, deadline_of, is_asynchronous
+from lightning_strategies_ext.shm.executor import OperationExecutor, deadline_of
 from lightning_strategies_ext.shm.gloo_fallback import CombinedWork, GlooFallback, with_dispatcher_fallback
 from lightning_strategies_ext.shm.hierarchical_all_reduce import HierarchicalAllReduce
 from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
-from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
+from lightning_strategies_ext.shm.operation_ids import CollectiveKind
+from lightning_strategies_ext.shm.operations import OperationStarter, record_call
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.single_tensor_forms import accept_single_tensor
-from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing, with_copy_back
-from lightning_strategies_ext.shm.work import OperationSteps, ShmWork, Waitable
-
-_NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
+from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing
+from lightning_strategies_ext.shm.work import ShmWork
 
 
 class ShmProcessGroup(dist.ProcessGroup):
@@ -76,6 +74,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._backend = gloo
         self._executor = executor
         self._rounds = rounds
+        starter = OperationStarter(executor, rounds, gloo)
+        self._start, self._start_steps = starter.start, starter.start_steps
         self._hierarchical = HierarchicalAllReduce(rounds, native, leaders)
         self.spans_hosts = rounds.size < size
         self._native = None if self.spans_hosts else native
@@ -121,7 +121,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 operation raises this error instead.
         """
         assert self._native is not None
-        with _recorded("all_reduce"):
+        with record_call("all_reduce"):
             return self._executor.all_reduce(self._native, tensor, opts, self._backend.timeout, copies)
 
     @property
@@ -150,7 +150,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         if native is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
             tensor, opts = args[0][0], args[1]
             if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and native.supports(tensor, opts.reduceOp):
-                with _recorded("all_reduce"):
+                with record_call("all_reduce"):
                     return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
         return self._all_reduce(*args, **kwargs)
 
@@ -171,14 +171,16 @@ class ShmProcessGroup(dist.ProcessGroup):
             flats = [flat(tensor, "all_reduce") for tensor in tensors]
             reductions = [self._reduction(opts, row) for row in flats]
             deadline = deadline_of(opts, self._backend.timeout)
-            progress = self._hierarchical.run(flats, reductions, deadline)
-            return self._start_work("all_reduce", progress, self._hierarchical, flats, tensors, tensors, deadline, opts)
+            progress = self._hierarchical.run(flats, reductions, deadline, current.identity)
+            return self._start_steps(
+                "all_reduce", progress, self._hierarchical, flats, tensors, tensors, deadline, opts
+            )
         native = self._native
         if native is not None and all(native.supports(tensor, opts.reduceOp) for tensor in tensors):
             flats = [flat(tensor, "all_reduce") for tensor in tensors]
             progress = native.run([native.prepare(row, opts.reduceOp) for row in flats])
             deadline = deadline_of(opts, self._backend.timeout)
-            return self._start_work("all_reduce", progress, native, flats, tensors, tensors, deadline, opts)
+            return self._start_steps("all_reduce", progress, native, flats, tensors, tensors, deadline, opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return algorithms.concatenate_plans(
@@ -384,62 +386,6 @@ class ShmProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # --- start of operations ---
-
-    def _start(
-        self,
-        kind: CollectiveKind,
-        make_plan: Callable[[Sequence[Tensor]], Plan],
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        opts: Any,
-        *,
-        op: Any = None,
-        root: int = 0,
-        written: Sequence[Tensor] | None = None,
-    ) -> ShmWork:
-        """Starts a collective that consists of rounds.
-
-        Args:
-            kind: Kind of the collective.
-            make_plan: Function that returns the plan for the flattened tensors.
-            tensors: All tensors that the collective reads or writes.
-            outputs: Tensors that the future returns.
-            opts: Options of the caller.
-            op: Reduction operator, or None.
-            root: Rank of the root in the group, if the collective has one.
-            written: Tensors that this rank modifies; the outputs if None.
-        """
-        name = kind.name.lower()
-        with torch.inference_mode():
-            flats = [flat(tensor, name) for tensor in tensors]
-            steps, lookahead = make_plan(flats)
-        deadline = deadline_of(opts, self._backend.timeout)
-        call = operation_id(kind, flats, getattr(op, "op", op), root)
-        progress = self._rounds.run(call, steps, lookahead, deadline)
-        changed = outputs if written is None else written
-        return self._start_work(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
-
-    def _start_work(
-        self,
-        name: str,
-        progress: OperationSteps,
-        waitable: Waitable,
-        flats: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        deadline: float,
-        opts: Any,
-        outputs: Sequence[Tensor] | None = None,
-    ) -> ShmWork:
-        if any(row.data_ptr() != tensor.data_ptr() for row, tensor in zip(flats, tensors, strict=True)):
-            progress = with_copy_back(progress, flats, tensors, written)
-        filled = list(written if outputs is None else outputs)
-        work = ShmWork(name, progress, waitable, filled, deadline, self._executor)
-        with _recorded(name):
-            self._executor.start(work, is_asynchronous(opts))
-        return work
-
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
 
@@ -448,9 +394,3 @@ def _work_per_tensor(work: Any, outputs: Sequence[Tensor]) -> Any:
     """Returns the handle of a coalesced operation, for which C++ code waits once per tensor."""
     work.num_expected_waits = len(outputs)
     return work
-
-
-def _recorded(name: str) -> AbstractContextManager[Any]:
-    return recorded(
-        torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED
-    )

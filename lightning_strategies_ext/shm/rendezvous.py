@@ -59,7 +59,7 @@ class Rendezvous:
 
         Returns:
             Information from each rank, in rank order: ``host``, ``address``, ``token``, ``pid``, ``user``, and its
-            ``words``.
+            ``info``.
 
         Raises:
             PermissionError: If ranks of one host belong to different users.
@@ -75,7 +75,7 @@ class Rendezvous:
             missing = [f"rank {rank} of the group" for rank, key in enumerate(keys) if not self._store.check([key])]
             if not missing:
                 raise
-            raise _not_made(missing) from error
+            raise _connection_timeout(missing) from error
         announced = [json.loads(self._store.get(key)) for key in keys]
         _check_is_one_user(self._rank, announced)
         return announced
@@ -97,15 +97,15 @@ class Rendezvous:
             PeerLostError: If a peer has exited.
             TimeoutError: If a peer does not connect before the deadline. The message names such ranks.
         """
-        calls = _PeerConnections(self._listener, self._rank, self._token, peers, own_fd)
+        connections = _PeerConnections(self._listener, self._rank, self._token, peers, own_fd)
         try:
-            calls.connect_all(deadline)
+            connections.connect_all(deadline)
         except BaseException:
-            calls.close_all()
+            connections.close_all()
             raise
         finally:
-            calls.drop_unauthenticated()
-        return Links(calls.sockets), calls.fds
+            connections.drop_unauthenticated()
+        return Links(connections.sockets), connections.fds
 
     def close(self) -> None:
         """Closes the listener."""
@@ -134,7 +134,7 @@ class _PeerConnections:
         self._rank = rank
         self._token = token
         self._own_fd = own_fd
-        self._to_connect = {peer: said for peer, said in peers if peer.rank < rank}
+        self._to_connect = {peer: info for peer, info in peers if peer.rank < rank}
         self._expected = {peer.rank: peer for peer, _ in peers if peer.rank > rank}
         self._all = [peer for peer, _ in peers]
         self._connected: dict[int, LocalPeer] = {}
@@ -157,7 +157,7 @@ class _PeerConnections:
                 else:
                     self._receive_answer(fd)
             if time.monotonic() >= deadline and (missing := [peer for peer in missing if peer not in self.fds]):
-                raise _not_made(map(str, missing))
+                raise _connection_timeout(map(str, missing))
 
     def close_all(self) -> None:
         """Closes all sockets and received descriptors."""
@@ -172,17 +172,17 @@ class _PeerConnections:
             link.close()
 
     def _connect(self, peer: LocalPeer) -> None:
-        said = self._to_connect[peer]
+        info = self._to_connect[peer]
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.setblocking(False)
         try:
-            link.connect("\0" + said["address"])
+            link.connect("\0" + info["address"])
             if not is_of_this_user(link):
                 user = user_of(link)
                 link.close()
                 what = f"has ended, and a process of user {user} uses the address of its socket"
                 raise PeerLostError(f"the process group was not created: {peer} {what}", peer)
-            socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(said["token"]))], [self._own_fd])
+            socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(info["token"]))], [self._own_fd])
         except BlockingIOError:
             link.close()
             return
@@ -245,14 +245,14 @@ class _PeerConnections:
 def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
     """Raises PermissionError if ranks of this host belong to different users."""
     own = announced[rank]
-    for other, words in enumerate(announced):
-        if words.get("host") == own["host"] and words["user"] != own["user"]:
+    for other, info in enumerate(announced):
+        if info.get("host") == own["host"] and info["user"] != own["user"]:
             raise PermissionError(
                 f"`shm`: rank {rank} of the group runs as user {own['user']}, but rank {other} as user"
-                f" {words['user']}. Ranks of different users cannot share memory. Start all ranks as one user, or use"
+                f" {info['user']}. Ranks of different users cannot share memory. Start all ranks as one user, or use"
                 " `process_group_backend='gloo'`."
             )
 
 
-def _not_made(missing: Iterable[str]) -> TimeoutError:
+def _connection_timeout(missing: Iterable[str]) -> TimeoutError:
     return TimeoutError(f"the process group was not created: {', '.join(missing)} did not connect before the timeout")

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext.identities import merge_identities
+from lightning_strategies_ext.shm.comparison import Comparison, Operation
 from lightning_strategies_ext.shm.links import (
     BROKEN,
     HEADER,
@@ -26,6 +28,7 @@ from lightning_strategies_ext.shm.links import (
     ROUND,
     Links,
     LocalPeer,
+    MismatchFoundError,
 )
 from lightning_strategies_ext.shm.operation_ids import describe_operation
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
@@ -61,6 +64,7 @@ class Rounds:
         peers: Other ranks of the host, by their index.
         links: Links to the peers.
         segments: Segments of all ranks of the host, by their index.
+        comparison: Creates the error if ranks are in different operations.
 
     Attributes:
         spin_s: Time for which the caller polls before it sleeps, in seconds.
@@ -68,22 +72,32 @@ class Rounds:
 
     spin_s: Final = SPIN_S
 
-    def __init__(self, rank: int, peers: dict[int, LocalPeer], links: Links, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, LocalPeer],
+        links: Links,
+        segments: Sequence[Segment],
+        comparison: Comparison,
+    ) -> None:
         self.rank = rank
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
         self._peers = peers
         self._links = links
+        self._comparison = comparison
         self._slots = [segment.slots for segment in segments]
         self._own_message = torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8)
         self._own_bytes = memoryview(self._own_message.numpy())  # type: ignore[arg-type]
         self._messages = [torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8) for _ in segments]
         self._bytes = [memoryview(message.numpy()) for message in self._messages]  # type: ignore[arg-type]
         self._published = self._read = 0
+        self._own = 0, 0, 0  # operation number, size in bytes, and identity of the current operation
+        self._known_identity = 0  # its identity as far as this rank or its peers have stated it
         self._awaited: list[int] = []
 
     def run(
-        self, operation: int, rounds: Sequence[Round], lookahead: int, deadline: float
+        self, operation: int, rounds: Sequence[Round], lookahead: int, deadline: float, identity: int = 0
     ) -> Generator[None, None, None]:
         """Runs the rounds of one operation; yields whenever other ranks are not ready yet.
 
@@ -93,6 +107,7 @@ class Rounds:
             lookahead: Number of rounds that may be published before the first of them has been read; at most
                 :data:`LOOKAHEAD`.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
+            identity: Identity of the operation, see :mod:`lightning_strategies_ext.identities`.
 
         Raises:
             PeerLostError: If a peer has exited or left the group.
@@ -101,19 +116,21 @@ class Rounds:
         """
         # Messages have 16 bits for the round number, which suffice: ranks are at most two rounds apart.
         total = sum(sum(step.num_bytes) for step in rounds)
+        self._own = operation, total, identity
+        self._known_identity = identity
         for step in rounds[:lookahead]:
-            self._publish(operation, total, step, deadline)
+            self._publish(step, deadline)
         for index, step in enumerate(rounds):
             self._awaited = list(self._peers)
             while self._awaited:
-                if self._receive(self._awaited[0], operation, total, step):
+                if self._receive(self._awaited[0]):
                     del self._awaited[0]
                 else:
                     yield
             step.read(self._views(step))
             self._read += 1
             if index + lookahead < len(rounds):
-                self._publish(operation, total, rounds[index + lookahead], deadline)
+                self._publish(rounds[index + lookahead], deadline)
 
     def wait(self, deadline: float) -> None:
         """Sleeps until a message has arrived from a peer that the operation waits for.
@@ -122,7 +139,7 @@ class Rounds:
             PeerLostError: If an awaited peer has exited or left the group.
             TimeoutError: If no message has arrived before the deadline.
         """
-        self._links.wait([self._peers[place] for place in self._awaited], deadline)
+        self._links.wait([self._peers[local_rank] for local_rank in self._awaited], deadline)
 
     def leave(self) -> None:
         """Leaves the group and notifies the peers."""
@@ -136,9 +153,9 @@ class Rounds:
         """Leaves the group because of an error, and sends the reason to the peers."""
         self._links.shut_down(BROKEN, reason)
 
-    def _publish(self, operation: int, total: int, step: Round, deadline: float) -> None:
+    def _publish(self, step: Round, deadline: float) -> None:
         num_bytes = step.num_bytes[self.rank]
-        HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, operation, total)
+        HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, *self._own)
         length = HEADER.size
         if 0 < num_bytes <= INLINE_NUM_BYTES:
             length += num_bytes
@@ -150,34 +167,48 @@ class Rounds:
         for peer in self._peers.values():
             self._links.send(peer, message, deadline)
 
-    def _receive(self, place: int, operation: int, total: int, step: Round) -> bool:
-        peer, into = self._peers[place], self._bytes[place]
+    def _receive(self, local_rank: int) -> bool:
+        peer, into = self._peers[local_rank], self._bytes[local_rank]
         if not self._links.receive(peer, into):
             return False
-        _, number, their_operation, their_total = HEADER.unpack_from(into)
-        own_number = self._read & 0xFFFF
-        if (their_operation, their_total, number) != (operation, total, own_number):
-            if (their_operation, number) == (operation, own_number):
-                raise DistBackendError(
-                    f"the ranks do not call the same collectives: they call {describe_operation(operation)} with"
-                    f" tensors of different sizes, which have {their_total} bytes for all ranks according to {peer},"
-                    f" but {total} bytes according to this rank. Pass tensors of the same shape on all ranks, for"
-                    " example by padding them"
-                )
-            theirs, ours = describe_operation(their_operation), describe_operation(operation)
-            raise DistBackendError(
-                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number}, {their_total}"
-                f" bytes, but this rank in {ours}, round {own_number}, {total} bytes"
-            )
+        _, number, operation, total, identity = HEADER.unpack_from(into)
+        known = merge_identities(self._known_identity, identity)
+        if (operation, total) != self._own[:2] or number != self._read & 0xFFFF or known is None:
+            operations = [
+                None if other == self.rank or other in self._awaited[1:] else received_operation(message)
+                for other, message in enumerate(self._bytes)
+            ]
+            operations[self.rank] = self.current_operation
+            raise self._comparison.mismatch(operations)
+        self._known_identity = known
         return True
+
+    @property
+    def current_operation(self) -> Operation:
+        """The operation of this rank."""
+        return _described(*self._own)
+
+    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
+        return self._comparison.answer(found, self.current_operation)
 
     def _views(self, step: Round) -> list[Tensor]:
         views = []
-        for place, num_bytes in enumerate(step.num_bytes):
-            if not num_bytes or place == self.rank:
+        for local_rank, num_bytes in enumerate(step.num_bytes):
+            if not num_bytes or local_rank == self.rank:
                 views.append(_NOTHING)
             elif num_bytes > INLINE_NUM_BYTES:
-                views.append(self._slots[place][self._read % NUM_SLOTS][:num_bytes])
+                views.append(self._slots[local_rank][self._read % NUM_SLOTS][:num_bytes])
             else:
-                views.append(self._messages[place][HEADER.size : HEADER.size + num_bytes])
+                views.append(self._messages[local_rank][HEADER.size : HEADER.size + num_bytes])
         return views
+
+
+def received_operation(message: memoryview) -> Operation:
+    """Returns the operation of the rank that has sent a message."""
+    _, _, operation, total, identity = HEADER.unpack_from(message)
+    return _described(operation, total, identity)
+
+
+def _described(operation: int, total: int, identity: int) -> Operation:
+    return Operation(describe_operation(operation), f", {total} bytes on all ranks together", identity)

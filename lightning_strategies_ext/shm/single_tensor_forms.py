@@ -34,23 +34,23 @@ def accept_single_tensor(
 
     def decorate(collective: Collective) -> Collective:
         @functools.wraps(collective)
-        def carried_out(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
             is_short = any(isinstance(argument, (Tensor, *_SETTINGS)) for argument in args)
             if not is_short and kwargs.keys().isdisjoint(names):
                 return collective(group, *args, **kwargs)
-            given = short.bind(*args, **kwargs).arguments
+            arguments = short.bind(*args, **kwargs).arguments
             options = make_options()
             for name in settings:
-                if given.get(name) is not None:
-                    setattr(options, _OPTIONS[name], given[name])
-            return collective(group, *(_listed(given[name], len(tensors)) for name in tensors), options)
+                if arguments.get(name) is not None:
+                    setattr(options, _OPTIONS[name], arguments[name])
+            return collective(group, *(_as_list(arguments[name], len(tensors)) for name in tensors), options)
 
-        return cast(Collective, carried_out)
+        return cast(Collective, wrapper)
 
     return decorate
 
 
-def _listed(argument: Any, num_arguments: int) -> Any:
+def _as_list(argument: Any, num_arguments: int) -> Any:
     """Returns a tensor in a list; if there are several arguments, also a nonempty list of tensors in a list."""
     if isinstance(argument, Tensor) or (num_arguments > 1 and len(argument) > 0):
         return [argument]

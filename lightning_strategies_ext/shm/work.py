@@ -12,6 +12,8 @@ import torch
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
+from lightning_strategies_ext.shm.links import MismatchFoundError
+
 #: Generator that executes an operation; yields whenever other ranks are not ready yet.
 OperationSteps = Generator[None, None, None]
 
@@ -25,6 +27,9 @@ class Waitable(Protocol):
 
     def wait(self, deadline: float) -> None:
         """Sleeps until data has arrived from other ranks; raises TimeoutError if none arrives by the deadline."""
+
+    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+        """Returns the error of the operation after another rank has found a mismatch, see :class:`.Comparison`."""
 
 
 class Completion(Protocol):

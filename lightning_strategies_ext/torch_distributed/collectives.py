@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.failure.lone_calls import lone_call_text
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.identities import FIELDS, IdentityKind, current
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.torch_distributed import process_group
 
 #: Size of an int64.
 _WORD_NUM_BYTES = 8
+_VALUES = int(IdentityKind.VALUES)
 _OPS = {
     "sum": ReduceOp.SUM,
     "min": ReduceOp.MIN,
@@ -89,7 +92,7 @@ class TorchCollectives(Collectives):
             self._wait_for_all()
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
-            raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}") from error
+            raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}{lone_call_text()}") from error
 
     def _wait_for_all(self) -> None:
         try:
@@ -104,6 +107,8 @@ class TorchCollectives(Collectives):
             reduced.item()
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
+        before = current.identity
+        current.identity = before if before & FIELDS[0] > _VALUES else _VALUES
         try:
             if op != "mean":
                 dist.all_reduce(tensor, op=_OPS[op], group=group)
@@ -118,6 +123,8 @@ class TorchCollectives(Collectives):
                 raise
             self._all_reduce(moved, op, group)
             tensor.copy_(moved)
+        finally:
+            current.identity = before
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         if tensor.is_cpu and process_group.is_carried_by_gloo(group):

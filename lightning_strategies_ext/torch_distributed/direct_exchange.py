@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
+from lightning_strategies_ext.identities import BUCKET, GRADIENTS, current
 from lightning_strategies_ext.shm.native import SharedCopies
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.tensors import is_plain
@@ -196,13 +197,18 @@ class DirectExchange:
     def _exchange_large(self) -> None:
         """Starts all-reduces in rank 0's order, up to the first gradient that is not computed yet."""
         large, are_ready = self._large, self._are_ready
-        while self._num_started < len(large) and are_ready[large[self._num_started]]:
-            begin_ns = time.time_ns() if self.takes_times else 0
-            self._start(large[self._num_started])
-            self._num_started += 1
-            if self.takes_times:
-                self._begin_ns = self._begin_ns or begin_ns
-                self._blocked_ns += time.time_ns() - begin_ns
+        before = current.identity
+        try:
+            while self._num_started < len(large) and are_ready[large[self._num_started]]:
+                begin_ns = time.time_ns() if self.takes_times else 0
+                current.identity = (before or GRADIENTS) + (self._num_started + 1) * BUCKET
+                self._start(large[self._num_started])
+                self._num_started += 1
+                if self.takes_times:
+                    self._begin_ns = self._begin_ns or begin_ns
+                    self._blocked_ns += time.time_ns() - begin_ns
+        finally:
+            current.identity = before
 
     def _start(self, index: int) -> None:
         """Starts the all-reduce of a large gradient."""
@@ -237,9 +243,15 @@ class DirectExchange:
         self._reset()
 
     def _exchange_rest(self) -> None:
+        before = current.identity
+        identity = (before or GRADIENTS) + len(self._large) * BUCKET
         for pack in self._packs:
             tensor, means = pack.filled()
-            work = self._group.allreduce([tensor], self._options)
+            current.identity = identity = identity + BUCKET
+            try:
+                work = self._group.allreduce([tensor], self._options)
+            finally:
+                current.identity = before
             if not _HAS_ASYNC_OPTION:
                 work.wait()
             # As with the reducer's buckets, other tensors that share a gradient's memory do not receive the average.

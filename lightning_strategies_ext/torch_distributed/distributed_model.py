@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_strategies_ext.checks import is_compiled
+from lightning_strategies_ext.identities import IdentityKind, current
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.tensors import is_plain
 from lightning_strategies_ext.torch_distributed.direct_exchange import (
@@ -29,6 +30,7 @@ from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureC
 
 log = logging.getLogger(__name__)
 
+_BUFFERS: Final = int(IdentityKind.BUFFERS)
 _DTYPES: Final = (torch.float32, torch.float64)
 #: Arguments of DistributedDataParallel with which the user chooses how its reducer exchanges gradients.
 _REDUCER_ARGUMENTS: Final = (
@@ -105,10 +107,14 @@ class DistributedModel(DistributedDataParallel):
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        if self._buffer_broadcast is None or not self._buffer_broadcast.can_broadcast(tensors):
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
-        else:
-            self._buffer_broadcast.broadcast(tensors, authoritative_rank)
+        before, current.identity = current.identity, _BUFFERS
+        try:
+            if self._buffer_broadcast is None or not self._buffer_broadcast.can_broadcast(tensors):
+                super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+            else:
+                self._buffer_broadcast.broadcast(tensors, authoritative_rank)
+        finally:
+            current.identity = before
 
     def _remove_autograd_hooks(self) -> None:
         self.exchange_by_reducer()

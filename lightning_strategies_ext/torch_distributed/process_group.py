@@ -107,6 +107,14 @@ def is_carried_by_gloo(group: Any) -> bool:
     return "cpu:gloo" in backends or f"cpu:{shm.NAME}" in backends
 
 
+def compares_identities() -> bool:
+    """Returns whether the default group compares the identities of all ranks' collectives in each call."""
+    from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+
+    group: Any = dist.group.WORLD
+    return isinstance(group, ShmProcessGroup) and not group.spans_hosts
+
+
 def disable_nccl_watchdog_exit() -> None:
     """Makes NCCL process groups that this process joins later survive the exit of other ranks."""
     for name, value in _WATCHDOG_SETTINGS.items():

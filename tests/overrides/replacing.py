@@ -30,6 +30,7 @@ SET_ON_OBJECTS = {
         f"{_FIT_LOOP}.on_advance_start",
         "lightning.pytorch.trainer.trainer:Trainer._run_stage",
     ],
+    "_lightning.trainer_stages.before_train_end": [f"{_FIT_LOOP}.on_run_end"],
     "_lightning.trainer_stages.skip_trials": [
         "lightning.pytorch.callbacks.lr_finder:LearningRateFinder.lr_find",
     ],

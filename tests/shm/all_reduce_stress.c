@@ -43,7 +43,7 @@ static void wait_for_others(Group *g, int rank, int tensor)
 #define CHECK(TYPE)                                                                                                    \
     for (size_t i = 0; i < n; i++)                                                                                     \
         ((TYPE *)items)[i] = (TYPE)(rank + (int)i % 7);                                                                \
-    all_reduce_begin(g, items, n, type, 0, whole, has_copies ? copies : NULL);                                         \
+    all_reduce_begin(g, items, n, type, 0, whole, has_copies ? copies : NULL, 0);                                      \
     while ((state = all_reduce_advance(g, SPIN_NS)) != DONE) {                                                         \
         if (state != WAITS)                                                                                            \
             fail("ranks differ", rank, tensor);                                                                        \
