@@ -113,7 +113,11 @@ def train(model_class: type[MLP], arguments: dict[str, Any], options: dict[str, 
     return trainer.global_step
 
 
-@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}], ids=["direct", "reducer"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"find_unused_parameters": True}, {"process_group_backend": "gloo"}],
+    ids=["direct", "reducer", "gloo"],
+)
 @pytest.mark.parametrize(
     ("model_class", "options"),
     [
@@ -125,5 +129,5 @@ def train(model_class: type[MLP], arguments: dict[str, Any], options: dict[str, 
 )
 def test_what_may_differ_raises_nothing(model_class: type[MLP], options: dict[str, Any], arguments: dict[str, Any]):
     if model_class is TwoOptimizers:
-        arguments = {"find_unused_parameters": True}
+        arguments = {**arguments, "find_unused_parameters": True}
     assert min(run_ranks(train, model_class, arguments, options)) > 0
