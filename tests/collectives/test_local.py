@@ -19,6 +19,12 @@ def test_what_is_gathered_has_a_place_for_each_rank_and_this_ones_value_in_all(d
     assert ALONE.all_gather(torch.tensor(7)).tolist() == [7, 7, 7]
 
 
+def test_a_started_gather_has_this_ranks_value_in_all_places():
+    output = torch.empty(6)
+    ALONE.start_all_gather(output, torch.tensor([1.0, 2.0]), "values")()
+    assert output.tolist() == [1.0, 2.0] * 3
+
+
 def test_a_metric_is_of_this_ranks_data():
     (only,) = ALONE.gather_list(VALUES.clone().requires_grad_())
     assert torch.equal(only, VALUES)
@@ -48,6 +54,7 @@ def test_nothing_waits_and_nothing_changes():
     tensor, module = VALUES.clone(), torch.nn.Linear(2, 2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     ALONE.start_sum(tensor, "gradients")()
+    ALONE.start_all_reduce(tensor, "max", "values")()
     ALONE.broadcast_tensors([tensor], src=0)
     ALONE.broadcast_module(module)
     ALONE.barrier("end")
