@@ -162,6 +162,29 @@ def test_failures_that_are_described_can_be_made():
     assert described - {"--help"} <= cases
 
 
+def environment_variables_of_the_package() -> set[str]:
+    """Names that the package passes to ``os.environ`` or ``get`` of an environment, and its own names."""
+    names: set[str] = set()
+    for path in (REPOSITORY / "lightning_strategies_ext").rglob("*.py"):
+        if "pytorch_lightning" in path.parts:
+            continue
+        text = path.read_text()
+        names.update(
+            re.findall(r"""\b(?:environ|environment)(?:\.(?:get|pop|setdefault)\(|\[)["']([A-Z]\w*)["']""", text)
+        )
+        names.update(
+            re.findall(r"""["']((?:LIGHTNING_STRATEGIES_EXT|HOROVOD|TORCHELASTIC|RAY)_[A-Z_]+[A-Z])["']""", text)
+        )
+    return names
+
+
+def test_each_environment_variable_of_the_package_is_documented() -> None:
+    names = environment_variables_of_the_package()
+    assert {"LIGHTNING_STRATEGIES_EXT_CACHE", "CC", "RAY_ADDRESS"} < names
+    text = (DOCS / "environment_variables.md").read_text()
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
 @pytest.mark.processes
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]

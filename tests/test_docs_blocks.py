@@ -1,11 +1,11 @@
 """Python blocks of the documentation: each one runs as pasted, or is marked as a fragment with a reason.
 
-A block runs as ``train.py`` in an empty directory, with the command ``python train.py``. Comments of HTML, which readers do
-not see, change that:
+A block runs as ``train.py`` in an empty directory, with the command ``python train.py``. HTML comments before a block,
+which the rendered page does not show, change this:
 
-    <!-- fragment: needs a GPU -->                                      the next block is only parsed
-    <!-- run: torchrun --standalone --nproc-per-node 2 train.py -->     the next block runs with this command
-    <!-- file: hosts.sh -->                                            the next block is a file for the blocks of the page
+    <!-- fragment: needs a GPU -->                                    the block is only parsed
+    <!-- run: torchrun --standalone --nproc-per-node 2 train.py -->   the block runs with this command
+    <!-- file: hosts.sh -->                                           the block is a file for the blocks of its page
 
 The block of the README is run by :mod:`tests.test_readme`.
 """
