@@ -5,7 +5,7 @@
 # Further tiers of tests, see CONTRIBUTING.md and tests/README.md:
 #   make check      linters, types, and the tests that start no process
 #   make test-rest  the tests that make test leaves out
-#   make test-all   both: every test but those of make long
+#   make test-all   both: every test except those of make slow
 #   make clients    other libraries, with Lightning's strategies and with ours
 #   make docs       builds the documentation site into build/site
 # All commands can be repeated; existing results are kept.
@@ -36,28 +36,28 @@ export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean combinations clients
+.PHONY: demo test test-rest test-all check check-tests mirror lint slow conformance fault-injection soak fuzz bench docs docs-screenshots matrix dist clean combinations clients
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
-test: $(TEST_PACKAGES) $(VENV)/.installed-horovod lint names
-	$(PYTEST) -m "(not processes or representative) and not long"
+test: $(TEST_PACKAGES) $(VENV)/.installed-horovod lint mirror
+	$(PYTEST) -m "(not processes or representative) and not slow"
 
-test-rest: $(TEST_PACKAGES) $(VENV)/.installed-horovod names
-	$(PYTEST) -m "processes and not representative and not long"
+test-rest: $(TEST_PACKAGES) $(VENV)/.installed-horovod mirror
+	$(PYTEST) -m "processes and not representative and not slow"
 
 test-all: test
 	$(MAKE) test-rest
 
-check: $(VENV)/.installed-dev names
+check: $(VENV)/.installed-dev mirror
 	$(MAKE) --jobs 2 --output-sync lint check-tests
 
 check-tests: $(TEST_PACKAGES)
-	$(VENV)/bin/pytest -m "not processes and not long" --numprocesses $(CHECK_SHARDS) --quiet -r fE
+	$(VENV)/bin/pytest -m "not processes and not slow" --numprocesses $(CHECK_SHARDS) --quiet -r fE
 
 # Modules for `pytorch_lightning`, generated from the sources; pip generates them too.
-names: $(VENV)/.installed-dev
+mirror: $(VENV)/.installed-dev
 	$(RUN) hatch_build.py
 
 lint: $(VENV)/.installed-dev
@@ -67,26 +67,26 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 # Tests that take minutes of a core, most of it in processes of other packages.
-long: $(TEST_PACKAGES) $(VENV)/.installed-horovod names
-	$(VENV)/bin/pytest -m long
+slow: $(TEST_PACKAGES) $(VENV)/.installed-horovod mirror
+	$(VENV)/bin/pytest -m slow
 
 # Every pair of features on every strategy, some twenty minutes of two cores; docs/combinations.md, which it writes.
 # Some of them: make combinations COMBINATIONS="--strategies dp_ext --only EMA"
-combinations: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+combinations: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(RUN) -m tests.combinations $(COMBINATIONS) --report docs/combinations.md
 
-# All faults at all moments: hours. Some of them: make faults FAULTS="--strategies ddp_ext --every 10"
-faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+# All faults at all moments: hours. Some of them: make fault-injection FAULTS="--strategies ddp_ext --every 10"
+fault-injection: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.faults $(FAULTS)
 
 # The same at random, for the given number of minutes: make soak MINUTES=60
-soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.faults --strategies ddp_ext ddp_spawn_ext horovod_ext fabric --minutes $(or $(MINUTES),60) $(FAULTS)
 
 # New random cases of each strategy against Lightning's ddp and one device: make fuzz SEEDS=100. One case again:
 # make fuzz FUZZ="--strategy ddp_ext --seed 17"
 SEEDS ?= 20
-fuzz: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+fuzz: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.fuzz $(or $(FUZZ),--seeds $(SEEDS))
 
 # torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
@@ -102,18 +102,18 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-bench $(VENV)/.installed-horovo
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
 
-# What is released, in dist/: the source, and from it a wheel with the compiled part for each kind of machine. With the
-# repository's address they have URLs, and links in the README: make dist ADDRESS=https://...
-MACHINES := x86_64 aarch64
-ADDRESS ?=
-dist: export LIGHTNING_STRATEGIES_EXT_ADDRESS := $(ADDRESS)
+# The release, in dist/: the source, and from it a wheel with the native library for each architecture. With the URL of the
+# repository, they have URLs, and links in the README: make dist REPOSITORY_URL=https://...
+ARCHITECTURES := x86_64 aarch64
+REPOSITORY_URL ?=
+dist: export LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL := $(REPOSITORY_URL)
 dist: $(VENV)/.installed-dist
 	rm -rf dist build/dist && mkdir -p build/dist
 	$(RUN) -m build --sdist --no-isolation
 	tar --extract --gzip --file dist/*.tar.gz --directory build/dist --strip-components 1
-	for machine in $(MACHINES); do \
-		LIGHTNING_STRATEGIES_EXT_WHEEL_FOR=$$machine $(RUN) -m build --wheel --no-isolation --outdir dist build/dist || exit 1; \
-		$(VENV)/bin/auditwheel show dist/*_$$machine.whl | grep "manylinux_2_17_$$machine" || exit 1; \
+	for arch in $(ARCHITECTURES); do \
+		LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH=$$arch $(RUN) -m build --wheel --no-isolation --outdir dist build/dist || exit 1; \
+		$(VENV)/bin/auditwheel show dist/*_$$arch.whl | grep "manylinux_2_17_$$arch" || exit 1; \
 	done
 	$(RUN) -m twine check --strict dist/*
 	rm -rf build/dist
@@ -122,9 +122,9 @@ dist: $(VENV)/.installed-dist
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict
 
-# Pictures of five pages, as wide as a desk's screen and as a phone's, into build/look: look at them.
+# Screenshots of five pages, as wide as the screens of a desk and of a phone, in build/screenshots.
 CHROMIUM ?= chromium
-docs-look: docs
+docs-screenshots: docs
 	$(RUN) docs/screenshots.py --chromium $(CHROMIUM)
 
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md

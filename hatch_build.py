@@ -1,16 +1,16 @@
-"""Makes what is in a wheel and not in version control.
+"""Creates the contents of a wheel that are not under version control.
 
-``lightning_strategies_ext/pytorch_lightning``: what speaks to ``lightning``, for ``pytorch_lightning``. The two
-packages of Lightning hold the same code under other names, and so does this: each module that imports ``lightning``, or
-one of ours that does, is written once more with the other names in it. Everything else exists once. Builds and installs
-run it, editable ones too; after a change to the sources, ``python hatch_build.py`` does.
+``lightning_strategies_ext/pytorch_lightning``: the mirror for ``pytorch_lightning``. The two packages of Lightning have
+the same code under different names. Each module that imports ``lightning``, or imports a module that does, is written
+again with the other names. Every other module exists once. Builds and installations run this hook, also editable ones;
+after a change to the sources, run ``python hatch_build.py``.
 
-``lightning_strategies_ext/shm/all_reduce.so``: what is written in C, where the wheel is for one kind of machine. Which
-one, the environment variable ``LIGHTNING_STRATEGIES_EXT_WHEEL_FOR`` says: ``x86_64`` or ``aarch64``. Without it the
-wheel is for all, and the library is made at first use.
+``lightning_strategies_ext/shm/all_reduce.so``: the native library, if the wheel is for one architecture.
+``LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH``, an environment variable, names it: ``x86_64`` or ``aarch64``. Without the
+variable, the wheel is for all architectures, and the library is compiled at first use.
 
-Metadata: where the project is, which the files do not know; ``LIGHTNING_STRATEGIES_EXT_ADDRESS`` says it. With it,
-there are URLs, and the README's links lead there from wherever the README is shown.
+Metadata: ``LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL`` is the URL of the repository, which no file contains. With it, the
+metadata have URLs, and the links of the README are absolute.
 """
 
 import ast
@@ -31,11 +31,11 @@ MIRROR = f"{PACKAGE}.pytorch_lightning"
 _OTHER_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 #: They offer what other modules define, and would be counted among those.
 _EXPORTING_PACKAGES = (PACKAGE, f"{PACKAGE}.fabric")
-#: Names the kind of machine that a wheel is for.
-MACHINE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_FOR"
+#: Environment variable with the architecture of the wheel.
+ARCH_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH"
 _MACHINES = ("x86_64", "aarch64")
-#: Names the address of the repository.
-ADDRESS_VARIABLE = "LIGHTNING_STRATEGIES_EXT_ADDRESS"
+#: Environment variable with the URL of the repository.
+REPOSITORY_URL_VARIABLE = "LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL"
 _PAGES = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
 #: The oldest C library of GNU that the compiled part runs with, as compilers and as tags of wheels write it.
 _GLIBC = (2, 17)
@@ -55,7 +55,7 @@ class WheelContents(BuildHookInterface[Any]):
         # A copy in editable installs too, which otherwise only say where the checkout is.
         included = "force_include_editable" if version == "editable" else "force_include"
         build_data[included][str(root / PACKAGE / "autoload.py")] = f"{PACKAGE}_autoload.py"
-        machine = os.environ.get(MACHINE_VARIABLE)
+        machine = os.environ.get(ARCH_VARIABLE)
         if machine and version == "standard":
             self._made = tempfile.TemporaryDirectory()
             library = Path(self._made.name, "all_reduce.so")
@@ -78,7 +78,7 @@ class Metadata(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Says what the README is, and where the project is if that is known."""
         text = Path(self.root, "README.md").read_text()
-        address = os.environ.get(ADDRESS_VARIABLE, "").rstrip("/")
+        address = os.environ.get(REPOSITORY_URL_VARIABLE, "").rstrip("/")
         metadata["urls"] = {}
         if address:
             metadata["urls"] = {"Repository": address, "Issues": f"{address}/issues"}
@@ -100,7 +100,7 @@ def compile_for(machine: str, compiler: Path, into: Path) -> None:
         ValueError: If wheels are not built for such machines.
     """
     if machine not in _MACHINES:
-        raise ValueError(f"{MACHINE_VARIABLE}={machine!r}: wheels are built for {' and '.join(_MACHINES)}")
+        raise ValueError(f"{ARCH_VARIABLE}={machine!r}: wheels are built for {' and '.join(_MACHINES)}")
     words = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{_GLIBC[0]}.{_GLIBC[1]}", "-s"]
     caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(into.parent / "cache"))
     runpy.run_path(str(compiler))["compile_library"](words, into, {**os.environ, **caches})
@@ -120,7 +120,7 @@ def write(root: Path, target: Path) -> None:
             path.unlink()
     for name, text in texts.items():
         path = directory / name
-        if not path.exists() or path.read_text() != text:  # somebody may be importing them
+        if not path.exists() or path.read_text() != text:  # a process may be importing them
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 

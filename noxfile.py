@@ -138,11 +138,13 @@ def write_row(session: nox.Session, name: str, *findings: str) -> None:
 
 
 @nox.session(python=find_python(CORNERS["default"].python) or False, default=False)
-@nox.parametrize("extra", ["", "lightning", "pytorch-lightning", "horovod", "examples", "bench", "docs", "dist", "dev"])
+@nox.parametrize(
+    "extra", ["", "lightning", "pytorch-lightning", "horovod-build", "examples", "bench", "docs", "dist", "dev"]
+)
 def wheel(session: nox.Session, extra: str) -> None:
     """The wheel in dist/ for this machine, in an environment that has it and one extra, away from the checkout."""
     (path,) = Path("dist").resolve().glob(f"*_{platform.machine()}.whl")
-    check = Path("tests", "from_wheel.py").resolve()
+    check = Path("tests", "wheel_check.py").resolve()
     try:
         session.install(CORNERS["default"].torch)
         session.install(f"lightning-strategies-ext[{extra}] @ {path.as_uri()}")

@@ -1,1 +1,1 @@
-"""Programs that measure this package against its peers; each prints a table, writes JSON and draws a plot."""
+"""Benchmarks of this package against alternatives. Each program prints a table, writes JSON, and draws a plot."""

@@ -40,13 +40,13 @@ from benchmarks.report import DEFAULT_OUTPUT, Spread, paired_ratio, print_table,
 from benchmarks.turns import Part
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Git ignores it: results of two revisions are no results of the package.
+#: Directory of results, which git ignores: a comparison of two revisions is no result of the package.
 OUTPUT = DEFAULT_OUTPUT / "against"
 #: Directory of a revision's native build.
 CACHE = "cache"
 #: Rounds for which ranks are kept, in addition to a first one that is not counted.
 ROUNDS_PER_START = 5
-#: For the processes of a part to start, in seconds; only a hang reaches it.
+#: Timeout for the start of the processes of a part, in seconds, which only a hang reaches.
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 _POLL_S = 0.2
@@ -96,14 +96,14 @@ class MeasuredProcess:
                 env=revision.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C interrupts the comparing process alone, which then ends this one
+                start_new_session=True,  # Ctrl-C interrupts the comparing process only, which then kills this one
             )
 
     def receive(self) -> Any:
-        """Receives what the process sends next.
+        """Receives the next message of the process.
 
         Raises:
-            RuntimeError: If it has ended.
+            RuntimeError: If the process has exited.
         """
         try:
             if self.connection is None:
@@ -135,7 +135,7 @@ class MeasuredProcess:
     def measure(self, row: str) -> dict[str, float]:
         """Measures a row once."""
         assert self.connection is not None
-        with suppress(ConnectionError):  # `receive` says why
+        with suppress(ConnectionError):  # `receive` raises an error with the reason
             self.connection.send(row)
         figures: dict[str, float] = self.receive()
         return figures
@@ -231,8 +231,8 @@ def measure_part(
     """Measures the rows of a part in turns.
 
     Returns:
-        Per row a pair of figures for each round, in the order of the revisions; and the rows that are left out, with
-        what a revision lacks.
+        Per row, a pair of figures for each round, in the order of the revisions; and the omitted rows, with the names
+        that a revision lacks.
     """
     samples: dict[str, list[tuple[float, float]]] = {}
     left_out: dict[str, str] = {}
@@ -247,7 +247,7 @@ def measure_part(
                         more = f" and {len(lacks) - 1} more names" if len(lacks) > 1 else ""
                         left_out[row] = f"{row} ({process.revision.name} has no {lacks[0]}{more})"
             rows = [row for row in missing[0] if row not in left_out]
-            # New ranks measure a round that does not count: they import and allocate in it.
+            # New ranks measure a round that does not count, because they import modules and allocate memory in it.
             uncounted = [-1] if part.num_ranks and rows else []
             for number in [*uncounted, *range(start, min(start + rounds_per_start, part.rounds))]:
                 for index, row in enumerate(rows):
@@ -293,13 +293,13 @@ def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
     Yields:
         The working tree and the revision.
     """
-    # Without a handler these signals would end the process without a cleanup.
+    # Without a handler, these signals would terminate the process without a cleanup.
     signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
     handlers = {each: signal.signal(each, _exit_for) for each in signals}
     directory = Path(tempfile.mkdtemp(prefix="against-"))
     worktree = directory / "worktree"
     try:
-        # Without hooks, which could do anything.
+        # Without hooks, which could run any program.
         run_git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", "--quiet", str(worktree), commit)
         head = describe("HEAD")
         if run_git("status", "--porcelain", "--", PACKAGE, "benchmarks"):
@@ -327,7 +327,7 @@ def describe(revision: str) -> str:
 
 
 def prepare(name: str, about: str, checkout: Path, directory: Path) -> Revision:
-    """Makes the directory that processes of a revision import from, and their environment."""
+    """Creates the directory from which processes of a revision import, and returns their environment."""
     temporary, cache = directory / "tmp", directory / CACHE
     for each in (directory, temporary, cache):
         each.mkdir(mode=0o700)
@@ -366,7 +366,7 @@ def present(
     samples: dict[str, list[tuple[float, float]]],
     left_out: Sequence[str],
 ) -> None:
-    """Prints the ratios, and what is left out."""
+    """Prints the ratios, and the omitted rows."""
     ratio = f"{today.name}/{other.name}"
     table = []
     for row, pairs in samples.items():

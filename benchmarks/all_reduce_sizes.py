@@ -1,17 +1,17 @@
-"""All-reduces from 4 B to 256 MB over gloo, ``shm`` and Horovod, for 2, 4 and 8 ranks, beside copies in memory.
+"""All-reduces from 4 B to 256 MB over gloo, ``shm`` and Horovod, for 2, 4, and 8 ranks, with copies in memory.
 
 A part of ``python -m benchmarks.collectives``: float32, sum, in place (``torch.distributed.all_reduce``;
 ``hvd.allreduce_`` under ``mpirun``, if this Horovod has MPI), CPU ranks of this host, one torch thread each.
 
-How it is measured: gloo, ``shm`` and the copy take turns in the same processes, round by round, in an order that
-changes; a ratio is taken within a round. In a round each runs a block of calls back to back that all ranks begin
-together: as many calls as take about 20 ms, or one. Large messages get fewer rounds. The slower rank counts. The copy
-is torch's ``copy_`` on one thread from one tensor of the size into another, while the other ranks copy too. Horovod is
-measured in ranks of its own, with the settings that ``horovod_ext`` starts it with, so ratios with it are not taken.
+Method: gloo, ``shm``, and the copy alternate in the same processes, round by round, in a changing order; a ratio is
+computed within a round. In a round, each contender runs a block of consecutive calls that all ranks start together: the
+number of calls that take about 20 ms, or one. Large messages have fewer rounds. The slower rank counts. The copy is
+torch's ``copy_`` on one thread, from one tensor to another, while the other ranks copy too. Horovod is measured in
+separate ranks, with the settings of ``horovod_ext``, so there are no ratios with Horovod.
 
-Bus bandwidth is 2(n-1)/n times the bytes of the message over the time of a call, which is what NVIDIA's nccl-tests
-call busbw: what each rank must send if no rank does more than its share, so it can be held against what the hardware
-can do, here the bytes a rank copies per second.
+Bus bandwidth (busbw in NVIDIA's nccl-tests) is 2(n-1)/n times the bytes of the message over the time of a call: the
+bytes that each rank must send if no rank sends more than another. It is comparable with the limit of the hardware, here
+the bytes that a rank copies per second.
 """
 
 import gc
@@ -41,7 +41,7 @@ from benchmarks.report import (
 )
 from benchmarks.turns import Row
 
-#: In bytes.
+#: Message sizes in bytes.
 SIZES = {
     "4 B": 4,
     "64 B": 64,
@@ -56,32 +56,32 @@ SIZES = {
 }
 GLOO, SHM, HOROVOD, COPY = "gloo", "shm", "Horovod, MPI", "copy"
 OVER_GLOO, OF_COPY = f"{GLOO}/{SHM}", f"{SHM} bus/{COPY}"
-#: Seconds that a block of calls takes, and that the rounds of one size take, if that leaves more than the fewest.
+#: Duration of a block of calls, and of the rounds of one size unless these are fewer than the minimum, in seconds.
 BLOCK_S = 0.02
 ROUNDS_S = 1.5
-#: Calls before a block, where ranks have waited for their turn.
+#: Number of calls before a block, because ranks were idle before.
 WARMUP_CALLS = 10
 FEWEST_ROUNDS = 3
-#: For two ranks: the ratio, the size, and what the ratio is to be at least.
+#: Goals for two ranks: ratio, size, and smallest accepted ratio.
 GOALS_OF_TWO = ((OVER_GLOO, "4 B", 5.0), (OVER_GLOO, "4 MB", 8.0), (OF_COPY, "64 MB", 0.5))
-#: For more ranks, at every size, of the ratio to gloo.
+#: Goal for more ranks, at every size: smallest accepted ratio to gloo.
 GOAL_OF_MORE = 1.0
 
-#: Reduces a tensor in place, or copies it.
+#: Function that reduces a tensor in place, or copies it.
 Call = Callable[[Tensor], Any]
 
 
 def measure_torch(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Runs on every rank: all that torch reduces with, and the copy. See :func:`measure`."""
+    """Measures the backends of torch, and the copy; see :func:`measure`. Runs on every rank."""
     groups = {GLOO: dist.group.WORLD, SHM: dist.new_group(backend="shm")}
     reductions: dict[str, Call] = {name: partial(dist.all_reduce, group=group) for name, group in groups.items()}
-    # The copies of all sizes go into one tensor, as the reductions of all sizes are of one.
+    # The copies of all sizes have one destination, as the reductions of all sizes have one tensor.
     target = torch.zeros(max(SIZES.values()) // 4)
     return measure({**reductions, COPY: lambda tensor: target[: tensor.numel()].copy_(tensor)}, rounds)
 
 
 def measure_horovod(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Runs on every rank of ``mpirun``. See :func:`measure`."""
+    """Measures Horovod; see :func:`measure`. Runs on every rank of ``mpirun``."""
     from lightning_strategies_ext.horovod.runtime import set_defaults_for_cpus_over_mpi
 
     set_defaults_for_cpus_over_mpi()
@@ -90,7 +90,7 @@ def measure_horovod(rounds: int) -> dict[str, dict[str, list[float]]]:
     hvd.init()
 
     def reduce(tensor: Tensor) -> None:
-        # One name per size: Horovod's ranks agree anew on what they have not seen before.
+        # One name per size: Horovod's ranks negotiate each new name.
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"{tensor.nbytes}")
 
     results = measure({HOROVOD: reduce}, rounds)
@@ -100,7 +100,7 @@ def measure_horovod(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def rows() -> dict[str, Row]:
     """Returns the rows of ``--against``: all-reduces over ``shm``, and the smallest one over gloo as a control."""
-    # Groups are made by all ranks together, so here and not in a turn.
+    # Collective: all ranks create groups together, so they are created here and not in a turn.
     groups = {SHM: dist.new_group(backend="shm"), GLOO: dist.group.WORLD}
     num_ranks, num_calls = dist.get_world_size(), {}
 
@@ -118,12 +118,12 @@ def rows() -> dict[str, Row]:
 
 
 def measure(contenders: dict[str, Call], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Runs the contenders in turns, size by size, round by round; the default group is gloo's.
+    """Measures the contenders in turns, size by size, round by round. The default group uses gloo.
 
     Returns:
         Size → contender → microseconds per call, one value per round.
     """
-    # Written to, so that its memory is there.
+    # Written once, so that its pages are allocated.
     whole = torch.ones(max(SIZES.values()) // 4)
     results = {}
     for size, num_bytes in SIZES.items():
@@ -141,10 +141,10 @@ def measure(contenders: dict[str, Call], rounds: int) -> dict[str, dict[str, lis
 
 
 def calibrate(name: str, call: Call, tensor: Tensor) -> tuple[int, float]:
-    """Calls often enough to be warm, and sees that the sum is right.
+    """Warms up the contender, and checks the sum.
 
     Returns:
-        How many calls a block is to have, and the seconds of one; the same on all ranks.
+        Number of calls in a block, and seconds per call; the same on all ranks.
 
     Raises:
         RuntimeError: If the sum is wrong.
@@ -155,7 +155,7 @@ def calibrate(name: str, call: Call, tensor: Tensor) -> tuple[int, float]:
     call_s = time_block(call, tensor, num_calls)
     if name != COPY and not (tensor == world_size * (world_size + 1) / 2).all():
         raise RuntimeError(f"{name}: the sum of {tensor.nbytes} B over {world_size} ranks is wrong.")
-    # Nothing is what stays the same however often it is added.
+    # Zeros, because repeated sums do not change them.
     tensor.zero_()
     while True:
         slowest = torch.tensor(call_s, dtype=torch.float64)
@@ -168,7 +168,7 @@ def calibrate(name: str, call: Call, tensor: Tensor) -> tuple[int, float]:
 
 
 def time_block(call: Call, tensor: Tensor, num_calls: int) -> float:
-    """Seconds per call, over a block of calls that all ranks begin together."""
+    """Returns the seconds per call, over a block of calls that all ranks start together."""
     dist.barrier()
     started_at = time.perf_counter()
     for _ in range(num_calls):
@@ -177,7 +177,7 @@ def time_block(call: Call, tensor: Tensor, num_calls: int) -> float:
 
 
 def has_mpi() -> bool:
-    """Whether there is a Horovod with MPI; prints what is left out if not."""
+    """Returns whether Horovod with MPI is installed; otherwise prints what is omitted."""
     from lightning_strategies_ext.horovod_build.installed import horovod_problem
 
     problem = horovod_problem()
@@ -187,12 +187,12 @@ def has_mpi() -> bool:
         if hvd.mpi_built():
             return True
         problem = "this Horovod was built without MPI"
-    print(f"Horovod with MPI is left out: {problem}", file=sys.stderr, flush=True)
+    print(f"Horovod with MPI is omitted: {problem}", file=sys.stderr, flush=True)
     return False
 
 
 def summarize(num_ranks: int, size: str, us: dict[str, list[float]]) -> dict[str, Any]:
-    """Puts together what was measured of one size, in which the slower rank of a round counts already."""
+    """Summarizes the measurements of one size, in which the slower rank of a round counts."""
     factors = {name: 1.0 if name == COPY else 2 * (num_ranks - 1) / num_ranks for name in us}
     gb_per_s = {
         name: [factors[name] * SIZES[size] / sample * 1e-3 for sample in samples] for name, samples in us.items()
@@ -213,7 +213,7 @@ def summarize(num_ranks: int, size: str, us: dict[str, list[float]]) -> dict[str
 
 
 def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached beside what was: per goal and case ``wanted``, ``reached`` and ``is_met``."""
+    """Returns the goals with the reached values: per goal and case ``wanted``, ``reached``, and ``is_met``."""
     goals = []
     for summary in summaries:
         wanted = [(ratio, least) for ratio, size, least in GOALS_OF_TWO if size == summary["size"]]
@@ -274,12 +274,12 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
 
 
 def three_digits(spread: Spread) -> str:
-    """The spread with about three digits that count: numbers here differ by a factor of a million."""
+    """Formats a spread with about three significant digits, because the numbers differ by a factor of a million."""
     return spread.text(max(0, 2 - floor(log10(spread.median))))
 
 
 def run(numbers_of_ranks: list[int], rounds: int, directory: Path) -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     with_horovod = has_mpi()
     summaries = []
     for num_ranks in numbers_of_ranks:
@@ -299,5 +299,5 @@ def run(numbers_of_ranks: list[int], rounds: int, directory: Path) -> None:
 
 
 def of_slowest_rank_by_size(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
-    """Merges what the ranks measured, size by size."""
+    """Merges the measurements of the ranks, size by size."""
     return {size: of_slowest_rank([rank[size] for rank in per_rank]) for size in SIZES}

@@ -6,20 +6,21 @@
     python -m benchmarks.collectives --quick
     python -m benchmarks.collectives --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
-All-reduces by size are those of :mod:`benchmarks.all_reduce_sizes`, which says how they are measured. What follows is
-about the strategy methods.
+All-reduces by size are measured by :mod:`benchmarks.all_reduce_sizes`, whose docstring describes the method. The
+following describes the strategy methods.
 
-Two CPU ranks on this host; the stock strategy over gloo, ours over gloo and over our ``shm``. All live in the same two
-processes. Per operation they take turns, round by round; in a round each runs a block of calls, and the ratio is taken
-within the round. The slower rank counts. Before one that talks over something else than the one before, the ranks
-leave their process group and join another; that, and ten calls after it, are not timed.
+There are two CPU ranks on this host: the stock strategy over gloo, ours over gloo and over our ``shm``. All contenders
+run in the same two processes. Per operation, they alternate, round by round. In a round, each contender runs a block of
+calls, and the ratio is computed within the round. The slower rank counts. Before a contender with another backend than
+the previous contender, the ranks leave their process group and join another. This, and the next ten calls, are not
+timed.
 
-Between two calls each rank computes for a moment (``--gap-us``, taken off the result), since programs do: with calls
-back to back gloo's threads never sleep, ranks run in phase, and a few microseconds of Python in one contender then show
-as a hundred.
+Between two calls, each rank computes briefly (``--gap-us``, subtracted from the result), as programs do. With
+consecutive calls, gloo's threads would never sleep, and ranks would run in phase, so that a few microseconds of Python
+in one contender would appear as a hundred.
 
-A broadcast goes from rank 0 and from rank 1 in turns: with one and the same source that
-source would run ahead, and the block would measure how much can be under way, not how long a call takes.
+A broadcast has rank 0 and rank 1 as source in alternation. A constant source would run ahead of the other rank, and the
+block would measure the number of calls in flight, not the time of a call.
 """
 
 import argparse
@@ -58,7 +59,7 @@ MEGABYTE_OF_FLOATS = 2**20 // 4
 SMALL_DICT = {"monitor": "val_loss", "best": 0.25, "epoch": 3, "stopped": False}
 LARGE_OBJECT = {"state": bytes(100_000)}
 
-#: One call of an operation: (strategy, tensor of the operation, source rank).
+#: Function that calls an operation once, with the strategy, the tensor of the operation, and the source rank.
 Call = Callable[[Any, torch.Tensor, int], Any]
 
 #: Operation → (number of floats it works on, one call).
@@ -79,7 +80,7 @@ OPERATIONS: dict[str, tuple[int, Call]] = {
 
 
 def make_strategy(name: str, backend: str) -> Any:
-    """A strategy in the state in which a Trainer calls its collectives, over a process group with this backend."""
+    """Returns a strategy in the state in which a Trainer calls its collectives, over a group with this backend."""
     join(backend)
     trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=name, logger=False)
     trainer.strategy.setup_environment()
@@ -87,7 +88,7 @@ def make_strategy(name: str, backend: str) -> Any:
 
 
 def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict[str, list[float]]]:
-    """Runs on every rank: all contenders, operation by operation, round by round.
+    """Measures all contenders, operation by operation, round by round. Runs on every rank.
 
     Returns:
         Operation → contender → microseconds per call, one value per round.
@@ -96,7 +97,7 @@ def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict
     contenders = {peer: (peer, "gloo"), OURS_OVER_GLOO: (OURS, "gloo"), OURS: (OURS, "shm")}
     results = {}
     for operation, (num_floats, call) in OPERATIONS.items():
-        # The mean of ones is one: the tensor stays what it is however often it is reduced in place.
+        # Ones, because repeated means do not change them.
         tensors = {name: torch.ones(num_floats) for name in contenders}
         values = {name: call(make_strategy(*contender), tensors[name], 0) for name, contender in contenders.items()}
         check_same_result(operation, values)
@@ -129,7 +130,7 @@ def rows(calls: int, gap_us: float) -> dict[str, Row]:
 
 
 def time_block(strategy: Any, call: Call, tensor: torch.Tensor, calls: int, gap_us: float) -> float:
-    """Microseconds per call, over a block of calls that all ranks begin together; the gaps are taken off."""
+    """Returns the microseconds per call without the gaps, over a block of calls that all ranks start together."""
     world_size = dist.get_world_size()
     dist.barrier()
     started_at = time.perf_counter()
@@ -142,11 +143,11 @@ def time_block(strategy: Any, call: Call, tensor: torch.Tensor, calls: int, gap_
 
 
 def check_same_result(operation: str, values: dict[str, Any]) -> None:
-    """Refuses to compare operations that do different things.
+    """Checks that the contenders have returned the same value.
 
     Args:
-        operation: Which.
-        values: What each contender's strategy has returned.
+        operation: Name of the operation.
+        values: Value that the strategy of each contender has returned.
 
     Raises:
         RuntimeError: If the strategies return different values.
@@ -157,7 +158,7 @@ def check_same_result(operation: str, values: dict[str, Any]) -> None:
 
 
 def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
-    """Merges what the ranks measured of one operation; the slower rank of a round counts."""
+    """Merges the measurements of one operation; the slower rank of a round counts."""
     us = of_slowest_rank([rank[operation] for rank in per_rank])
     return {
         "operation": operation,
@@ -209,7 +210,7 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--part", choices=("operations", "sizes", "all"), default="all", help="what to measure")
@@ -222,14 +223,14 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.rounds < 1 or arguments.calls < 1:
         parser.error("--rounds and --calls must be positive")
     if min(arguments.ranks) < 2:
-        parser.error("--ranks must be at least 2: one rank has nobody to reduce with")
+        parser.error("--ranks must be at least 2: one rank has no peer to reduce with")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments
 
 
 def compare_operations(arguments: argparse.Namespace) -> None:
-    """The part about strategy methods."""
+    """Measures the strategy methods."""
     per_rank = run_ranks(measure, arguments.peer, arguments.rounds, arguments.calls, arguments.gap_us)
     summaries = [summarize(operation, arguments.peer, per_rank) for operation in OPERATIONS]
     settings = {name: getattr(arguments, name) for name in ("peer", "rounds", "calls", "gap_us")}
@@ -238,7 +239,7 @@ def compare_operations(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     if arguments.against:
         settings = {"calls": arguments.calls, "gap_us": arguments.gap_us}

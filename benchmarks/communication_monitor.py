@@ -1,15 +1,15 @@
-"""What ``CommunicationMonitor`` costs: milliseconds per training step with and without it, and what it says of them.
+"""Cost of ``CommunicationMonitor``: milliseconds per training step with and without it, and the values that it reports.
 
     python -m benchmarks.communication_monitor
     python -m benchmarks.communication_monitor --hidden 32 --rounds 41
 
-The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: ``ddp_ext``, the same
-with a monitor, and the same with a callback that has the monitor's hooks and does nothing in them, which is what
-Lightning takes for calling any such callback. Nothing is drawn: that comes after the last step.
+The ranks, the net, and the method are those of :mod:`benchmarks.step_time`. Contenders: ``ddp_ext``, ``ddp_ext`` with a
+monitor, and ``ddp_ext`` with a callback that has the monitor's hooks and does nothing in them, which shows the time in
+which Lightning calls such a callback. Plots are not included, because the monitor draws them after the last step.
 
-On a busy host, steps of two ranks differ by more than is to be measured. So there is a second table,
-of one rank, which waits for nobody: the lower quartile of single steps, by what the monitor does in them, and the mean
-of these as often as they occur. What a thread does to bring windows to rank 0 is not in it.
+On a busy host, steps of two ranks vary by more than the difference to be measured. A second table therefore has one
+rank, which waits for no peer: the lower quartile of single steps, by the work of the monitor in them, and their mean,
+weighted by their frequencies. The thread that transfers windows to rank 0 is not included.
 """
 
 import argparse
@@ -46,14 +46,14 @@ from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 
 PLAIN, HOOKS, MONITORED = "ddp_ext", "empty callback", "monitor"
 PAIRS = ((MONITORED, PLAIN), (HOOKS, PLAIN), (MONITORED, HOOKS))
-#: Of a monitor by default, as of the Trainer.
+#: Default interval of a monitor, and of the Trainer's logging.
 EVERY_N_STEPS = 50
-#: The ratio of a step with a monitor to one without is to be at most this.
+#: Goal: largest ratio of a step with a monitor to a step without.
 AT_MOST = 1.02
 
 
 class Ends(pl.Callback):
-    """Notes when each step ends, in nanoseconds."""
+    """Records the end of each step, in nanoseconds."""
 
     def __init__(self) -> None:
         self.at: list[int] = []
@@ -64,11 +64,11 @@ class Ends(pl.Callback):
 
 
 class EmptyCallback(pl.Callback):
-    """Has the hooks that Lightning calls in each step, whatever a callback does in them."""
+    """Callback with empty hooks for each step."""
 
 
 def callbacks_in(directory: str) -> dict[str, Callable[[], list[pl.Callback]]]:
-    """What takes part: name → makes its callbacks."""
+    """Returns the contenders: name → function that creates the callbacks."""
     return {
         PLAIN: list,
         HOOKS: lambda: [EmptyCallback()],
@@ -77,7 +77,7 @@ def callbacks_in(directory: str) -> dict[str, Callable[[], list[pl.Callback]]]:
 
 
 def contenders(directory: str) -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
-    """The same: name → a training."""
+    """Returns the contenders: name → training."""
     return {
         name: partial(train_over, "shm", partial(train_with_lightning, "ddp_ext", callbacks=make))
         for name, make in callbacks_in(directory).items()
@@ -85,7 +85,7 @@ def contenders(directory: str) -> dict[str, Callable[[Case, Length], tuple[float
 
 
 def observed(num_steps: int) -> list[int]:
-    """The steps that a monitor observes."""
+    """Returns the steps that a monitor observes."""
     switched: list[bool] = []
 
     def fail(error: Exception) -> None:
@@ -104,7 +104,7 @@ def observed(num_steps: int) -> list[int]:
 
 
 def measure_steps(cases: list[Case], rounds: int, length: Length, directory: str) -> list[dict[str, float]]:
-    """Runs on one rank: what steps of each kind take longer than those without a callback, in microseconds."""
+    """Measures the additional microseconds of steps of each kind over steps without a callback, on one rank."""
     silence_lightning()
     steps = np.arange(length.total)
     is_observed = np.isin(steps, observed(length.total))
@@ -122,7 +122,7 @@ def measure_steps(cases: list[Case], rounds: int, length: Length, directory: str
                 make = callbacks_in(directory)[name]
                 gc.collect()
                 train_with_lightning("ddp_ext", case, length, callbacks=lambda make=make, ends=ends: [*make(), ends])
-                us[name].append(np.diff(ends.at) / 1e3)  # of the second step and those after it
+                us[name].append(np.diff(ends.at) / 1e3)  # from the second step on
 
         def quartile(name: str, mask: Any = None, us: dict[str, list[Any]] = us) -> float:
             own = [each[length.warmup - 1 :] for each in us[name]]
@@ -140,7 +140,7 @@ def measure_steps(cases: list[Case], rounds: int, length: Length, directory: str
 
 
 def measure(cases: list[Case], rounds: int, length: Length, directory: str) -> list[dict[str, list[float]]]:
-    """Runs on every rank: all contenders, round by round, case by case; milliseconds by name."""
+    """Measures all contenders, round by round, case by case. Runs on every rank; returns milliseconds by name."""
     silence_lightning()
     results = []
     taking_part = contenders(directory)
@@ -152,7 +152,7 @@ def measure(cases: list[Case], rounds: int, length: Length, directory: str) -> l
 
 
 def summarize(case: Case, ms: dict[str, list[float]]) -> dict[str, Any]:
-    """What was measured of one case."""
+    """Summarizes the measurements of one case."""
     return {
         "case": case.label,
         "hidden": case.hidden,
@@ -163,7 +163,7 @@ def summarize(case: Case, ms: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def present(summaries: list[dict[str, Any]], directory: Path) -> list[dict[str, Any]]:
-    """Prints the tables and draws the plot; returns what was to be reached beside what was."""
+    """Prints the tables and draws the plot; returns the goals with the reached values."""
     labels = [summary["case"] for summary in summaries]
     names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
@@ -196,17 +196,17 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> list[dict[str, 
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 give every order once")
-    parser.add_argument("--steps", type=int, default=200, help="timed batches per round, made whole windows")
+    parser.add_argument("--steps", type=int, default=200, help="timed batches per round, rounded up to whole windows")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     cases = [Case(hidden) for hidden in arguments.hidden]
-    # What a monitor does once is over with its first window: it connects to the store, and observes the first steps.
+    # A monitor does its work at the start in its first window: it connects to the store, and observes the first steps.
     length = Length(warmup=EVERY_N_STEPS + 10, steps=-(-arguments.steps // EVERY_N_STEPS) * EVERY_N_STEPS)
     with tempfile.TemporaryDirectory() as directory:
         [steps] = run_ranks(measure_steps, cases, arguments.rounds, length, directory, world_size=1)

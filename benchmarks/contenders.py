@@ -1,7 +1,7 @@
-"""The training that :mod:`benchmarks.step_time` and :mod:`benchmarks.dp` measure, under Lightning and by hand.
+"""Training that :mod:`benchmarks.step_time` and :mod:`benchmarks.dp` measure, under Lightning and by hand.
 
-All contenders train the same model on the same batches with the same optimizer; each returns its time and the weights
-it arrived at, so that the program can see that they did the same work.
+All contenders train the same model on the same batches with the same optimizer. Each contender returns its time and the
+trained weights, so that the program can check that all contenders did the same work.
 """
 
 import gc
@@ -30,7 +30,7 @@ NUM_FEATURES = 64
 NUM_CLASSES = 10
 LEARNING_RATE = 0.01
 CPU = torch.device("cpu")
-#: Batches are used again after so many.
+#: Number of different batches; later batches repeat them.
 NUM_DISTINCT_BATCHES = 16
 
 Batch = tuple[Tensor, Tensor]
@@ -38,16 +38,16 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A training that is measured.
 
     Attributes:
         hidden: Width of the two hidden layers, or channels of the first of two convolutions.
         logs_metric: Whether the loss is logged, and averaged over ranks, in every step.
-        accumulate: Batches per optimizer step.
-        is_convolutional: Whether it is a convolutional net, not an MLP.
-        batch_size: Samples per process and batch.
+        accumulate: Number of batches per optimizer step.
+        is_convolutional: Whether the model is a convolutional net, not an MLP.
+        batch_size: Number of samples per process and batch.
         has_batch_norm: Whether each hidden layer is followed by a BatchNorm1d, whose buffers are broadcast.
-        num_hidden: Hidden layers of the MLP.
+        num_hidden: Number of hidden layers of the MLP.
     """
 
     hidden: int
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in words."""
+        """Name of the case."""
         extra = ["BatchNorm"] * self.has_batch_norm
         extra += [f"{2 * self.num_hidden + 2} parameters"] * (self.num_hidden != 2)
         extra += ["metric"] * self.logs_metric + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
@@ -69,25 +69,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Length:
-    """How long one training is, in batches: first those that do not count, then those that are timed."""
+    """Length of one training in batches: warm-up batches, and timed batches."""
 
     warmup: int
     steps: int
 
     @property
     def total(self) -> int:
-        """All batches."""
+        """Number of all batches."""
         return self.warmup + self.steps
 
 
-#: Trains a case so long; returns the milliseconds per step on this rank, and the weights if all ranks have the same.
+#: Function that trains a case for a length. It returns the milliseconds per step on this rank, and the trained weights
+#: if all ranks have the same weights.
 Training = Callable[[Case, Length], tuple[float, Tensor | None]]
 
 
 class StepTimer(pl.Callback):
     """Times whole periods of the loop: from the end of the last warm-up batch to the end of the last batch.
 
-    Between two ends lies everything that Lightning's loop does for one batch, what it does between batches included.
+    The time between two ends contains all work of Lightning's loop for one batch, also the work between batches.
     """
 
     def __init__(self, length: Length) -> None:
@@ -95,7 +96,7 @@ class StepTimer(pl.Callback):
         self.started_at = self.ended_at = 0.0
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Reads the clock at the two batches that matter."""
+        """Reads the clock at the last warm-up batch and at the last batch."""
         if batch_idx == self.length.warmup - 1:
             self.started_at = time_of_completion()
         elif batch_idx == self.length.total - 1:
@@ -103,12 +104,12 @@ class StepTimer(pl.Callback):
 
     @property
     def ms_per_step(self) -> float:
-        """Milliseconds per batch."""
+        """Number of milliseconds per batch."""
         return (self.ended_at - self.started_at) * 1e3 / self.length.steps
 
 
 class Classifier(pl.LightningModule):
-    """The net of a case, for Lightning."""
+    """LightningModule of a case."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -116,23 +117,23 @@ class Classifier(pl.LightningModule):
         self.logs_metric = case.logs_metric
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross entropy, logged if the case asks for it."""
+        """Returns the cross entropy, and logs it if the case requests this."""
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.logs_metric:
             self.log("loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
 def make_net(case: Case) -> nn.Module:
-    """The same random weights every time."""
+    """Creates the same random weights in each call."""
     torch.manual_seed(0)
     hidden = case.hidden
     if case.is_convolutional:
-        # The net of examples/digits.py, but for its batch normalisation, which sees the samples of one replica.
+        # The net of examples/digits.py without its batch normalization, which uses the samples of one replica only.
         return nn.Sequential(
             nn.Unflatten(1, (1, 8, 8)),
             nn.Conv2d(1, hidden, 3, padding=1),
@@ -154,9 +155,9 @@ def make_net(case: Case) -> nn.Module:
 
 
 class Batches:
-    """Random data of this rank, in memory: neither workers nor samplers take part in what is measured.
+    """Random data of this rank, in memory, so that the measurement includes neither DataLoader workers nor samplers.
 
-    Not a list, which the Trainer would take for a list of data loaders.
+    The class is no list, because the Trainer would treat a list as several data loaders.
     """
 
     def __init__(self, case: Case, length: Length) -> None:
@@ -178,7 +179,7 @@ class Batches:
 
 
 class Stream:
-    """Batches that have no number."""
+    """Batches without a length."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -200,13 +201,13 @@ def train_with_lightning(
     """Trains with a Trainer.
 
     Args:
-        strategy: A name that ``Trainer(strategy=...)`` takes, or what makes a strategy.
-        case: What to train.
-        length: How long.
-        accelerator: As ``Trainer(accelerator=...)`` takes it.
-        devices: As ``Trainer(devices=...)`` takes it; as many as there are ranks if None.
-        is_streamed: Whether the Trainer cannot know how many batches there are.
-        callbacks: Makes further callbacks.
+        strategy: Name of a strategy, or function that creates a strategy.
+        case: The case.
+        length: Length of the training.
+        accelerator: Argument of the Trainer.
+        devices: Argument of the Trainer; the number of ranks if None.
+        is_streamed: Whether the batches have no length.
+        callbacks: Function that creates further callbacks.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -233,7 +234,7 @@ def train_with_lightning(
 
 
 def train_alone(case: Case, length: Length) -> tuple[float, None]:
-    """Trains on one device in each rank: the time of a step that exchanges nothing.
+    """Trains on one device in each rank, which gives the time of a step without an exchange.
 
     Returns:
         Milliseconds per step on this rank, and no weights, because each rank computes different ones.
@@ -244,13 +245,13 @@ def train_alone(case: Case, length: Length) -> tuple[float, None]:
 def train_by_hand(
     case: Case, length: Length, device: torch.device = CPU, process_group: dist.ProcessGroup | None = None
 ) -> tuple[float, Tensor]:
-    """Trains with nothing but torch: what is left when a training framework costs nothing.
+    """Trains with torch only, which gives the time of a step without a training framework.
 
     Args:
-        case: What to train.
-        length: How long.
-        device: Of this rank.
-        process_group: The ranks that exchange gradients; all of them if None.
+        case: The case.
+        length: Length of the training.
+        device: Device of this rank.
+        process_group: Group that exchanges gradients; all ranks if None.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -301,28 +302,28 @@ def train_by_hand_in_one_rank(case: Case, length: Length) -> tuple[float, None]:
 
 
 def train_over(backend: str, train: Training, case: Case, length: Length) -> tuple[float, Tensor | None]:
-    """Lets the rank join a group with this backend, then trains: strategies and hand-written loops use what is there.
+    """Joins a group with this backend, which strategies and hand-written loops use, and trains.
 
     Returns:
-        What the training returns.
+        Result of the training.
     """
     join(backend)
     return train(case, length)
 
 
 def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length, reference: str) -> dict[str, float]:
-    """Lets each contender train once, in the order given, and checks that they did the same work.
+    """Trains each contender once, in the given order, and checks that they did the same work.
 
     Returns:
-        For each, milliseconds per step.
+        Milliseconds per step of each contender.
 
     Raises:
-        RuntimeError: If one arrived at other weights than the reference.
+        RuntimeError: If the weights of a contender differ from the weights of the reference.
     """
     ms: dict[str, float] = {}
     weights: dict[str, Tensor] = {}
     for name, train in contenders.items():
-        # The garbage of one contender (a Trainer is full of cycles) must not be collected on another's time.
+        # The garbage of a contender (a Trainer has many cycles) must not be collected in the time of another contender.
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
@@ -336,10 +337,10 @@ def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length
 def train_in_rounds(
     contenders: Mapping[str, Training], case: Case, length: Length, rounds: int, reference: str
 ) -> dict[str, list[float]]:
-    """Lets the contenders train as :func:`train_in_turn` does, in an order that changes from round to round.
+    """Trains the contenders as :func:`train_in_turn` does, in an order that changes from round to round.
 
     Returns:
-        For each, milliseconds per step in each round.
+        Milliseconds per step of each contender in each round.
     """
     ms: dict[str, list[float]] = {name: [] for name in contenders}
     for round_index in range(rounds):
@@ -353,12 +354,12 @@ def check_same_weights(case: Case, weights: dict[str, Tensor], reference: str) -
     """Checks that contenders did the same work.
 
     Args:
-        case: What they have trained.
-        weights: The trained weights of each.
-        reference: The contender that the others are compared with.
+        case: The case that was trained.
+        weights: Trained weights of each contender.
+        reference: Contender with which the others are compared.
 
     Raises:
-        RuntimeError: If a contender arrived at other weights than the reference.
+        RuntimeError: If the weights of a contender differ from the weights of the reference.
     """
     for name, vector in weights.items():
         if not torch.allclose(vector, weights[reference], rtol=1e-4, atol=1e-6):
@@ -370,7 +371,7 @@ def check_same_weights(case: Case, weights: dict[str, Tensor], reference: str) -
 
 
 def time_of_completion() -> float:
-    """The clock, once the GPUs that this process uses have done what they were given."""
+    """Returns the time after the GPUs of this process have completed their work."""
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(index):
@@ -379,7 +380,7 @@ def time_of_completion() -> float:
 
 
 def silence_lightning() -> None:
-    """Keeps the advice of many Trainers off the terminal."""
+    """Suppresses the log messages of the Trainers."""
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,17 +1,17 @@
-"""Milliseconds that having this package installed adds to ``import torch`` and to ``import lightning``.
+"""Milliseconds that an installation of this package adds to ``import torch`` and to ``import lightning``.
 
     python -m benchmarks.discovery
     python -m benchmarks.discovery --interpreters 50
 
-``import torch`` takes seconds and varies by more than the few milliseconds in question, so it is not timed with and
-without. Instead a fresh interpreter imports torch with the hook switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) and
-then does by itself, under a clock, what torch would have done:
+``import torch`` takes seconds and varies by more than these few milliseconds, so it is not timed with and without the
+package. Instead, a new interpreter imports torch with the hook disabled (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and then
+times the same actions that torch would have taken:
 
-* the search for entry points, which torch does whatever is installed; shown for comparison;
-* loading our entry point and calling it, which is ours and has a budget.
+* the search for entry points, which is independent of the installed packages, for comparison;
+* loading and calling the entry point of this package, which has a budget.
 
-In interpreters of their own: the time to fill Lightning's two registries while Lightning is imported, and the time in
-which our import hook looks at the names of the modules that Lightning imports.
+In further interpreters, the program measures the time in which Lightning's two registries are filled while Lightning is
+imported, and the time in which the import hook of this package checks the names of modules that Lightning imports.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.report import Panel, Spread, draw, parse, print_table, write_jso
 
 BUDGET_MS = 5.0
 
-#: What is measured → what it is called in the table. All in ms.
+#: Key of a part → its name in the table. All times are in ms.
 PARTS = {
     "hook": "import torch: load and call our hook",
     "search": "import torch: search for entry points",
@@ -46,7 +46,7 @@ ended_at = time.perf_counter()
 print(json.dumps({"search": (searched_at - started_at) * 1e3, "hook": (ended_at - searched_at) * 1e3}))
 """
 
-# The functions are replaced by timed ones before our package asks for them; what happens in them stays the same.
+# The functions are replaced by timed functions before this package imports them.
 PROBE_LIGHTNING = """
 import json, sys, time
 import torch, wrapt
@@ -78,10 +78,10 @@ print(json.dumps({part: value * 1e3 for part, value in seconds.items()}))
 
 
 def run_probe(source: str) -> dict[str, float]:
-    """Runs a program in a fresh interpreter and returns the ms per part that it prints.
+    """Runs a program in a new interpreter and returns the ms per part that it prints.
 
     Raises:
-        subprocess.CalledProcessError: If it fails; what it said is on standard error.
+        subprocess.CalledProcessError: If the program fails. Its standard error is not captured.
     """
     completed = subprocess.run(
         [sys.executable, "-c", source],
@@ -95,7 +95,7 @@ def run_probe(source: str) -> dict[str, float]:
 
 
 def measure(interpreters: int) -> dict[str, list[float]]:
-    """Runs both probes in ``interpreters`` fresh interpreters each.
+    """Runs both probes, each in the given number of new interpreters.
 
     Returns:
         Part → ms, one value per interpreter.
@@ -103,7 +103,7 @@ def measure(interpreters: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {part: [] for part in PARTS}
     for index in range(interpreters + 1):
         ms = {**run_probe(PROBE_TORCH), **run_probe(PROBE_LIGHTNING)}
-        # The first reads files that the operating system has not cached, and may have to compile them.
+        # The first interpreter reads files that are not in the page cache, and may compile them.
         if index > 0:
             for part, value in ms.items():
                 samples[part].append(value)
@@ -111,7 +111,7 @@ def measure(interpreters: int) -> dict[str, list[float]]:
 
 
 def summarize(samples: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Median and spread of each part."""
+    """Summarizes each part."""
     return [
         {
             "part": part,
@@ -140,11 +140,11 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
     )
     panel = Panel("ms", list(PARTS.values()), {"median, quartiles": [spreads[part] for part in PARTS]})
     panel.line_at, panel.line_label = BUDGET_MS, "budget of the hook"
-    draw(directory, "discovery", "What being installed costs", [panel])
+    draw(directory, "discovery", "Cost of the installation", [panel])
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpreters", type=int, default=15, help="fresh interpreters per probe")
     arguments = parse(parser, "three interpreters", interpreters=3)
@@ -154,7 +154,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     summaries = summarize(measure(arguments.interpreters))
     present(summaries, arguments.output)

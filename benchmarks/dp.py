@@ -4,25 +4,25 @@
     python -m benchmarks.dp --hidden 32 --rounds 40
     python -m benchmarks.dp --quick
 
-One process, whole batches of 64 samples, SGD, data in memory. Cases: a 64-h-h-10 MLP per width, one width with a
-metric logged in every step, and the small convolutional net of ``examples/digits.py``. The plain loop is Lightning's
-Trainer with ``strategy="auto", devices=1``. Beside it on the CPU: one replica; two that take turns, as they do by
-default there; two at once (``DataParallelStrategy(sequential=False)``). On GPUs, if there are any: one replica and, if
-there are two GPUs, two replicas and a hand-written loop around ``torch.nn.DataParallel``. What this machine cannot
-measure is said below the tables.
+One process, whole batches of 64 samples, SGD, data in memory. Cases: a 64-h-h-10 MLP per width, one width with a metric
+logged in every step, and the small convolutional net of ``examples/digits.py``. The plain loop is Lightning's Trainer
+with ``strategy="auto", devices=1``. Further contenders on the CPU: one replica; two sequential replicas, which is the
+default there; two concurrent replicas (``DataParallelStrategy(sequential=False)``). On GPUs, if there are any: one
+replica and, with two GPUs, two replicas and a hand-written loop around ``torch.nn.DataParallel``. The program lists
+what this machine cannot measure below the tables.
 
-How it is measured: the contenders take turns, one short training each per round, in an order that changes from round
-to round. A step is one batch, and its time includes all that the loop does between two batches; GPUs are waited for
-when the clock is read. Ratios are taken within a round. All contenders must arrive at the same weights, else the
-program fails. torch has the threads that it takes by default; each Python thread that computes has as many to itself,
-so with two replicas there are more of them than cores, and other processes on the host show all the more.
+Method: the contenders alternate, one short training each per round, in an order that changes from round to round. A
+step is one batch. Its time includes all work of the loop between two batches; before the clock is read, the program
+waits for GPUs. Ratios are computed within a round. The program fails if the trained weights of the contenders differ.
+torch has its default number of threads. Each Python thread that computes has as many threads, so with two replicas,
+there are more threads than cores, and other processes on the host have a larger effect.
 
-How to read it: a ratio is a contender's time over the plain loop's, so smaller is better and 1 is the plain loop. Two
-replicas on one CPU share the cores that the plain loop has to itself, and two halves of a batch read the weights twice:
-they can hardly be faster than 1. The MLP at h=32 computes almost nothing and says what making replicas, splitting and
-gathering cost. On GPUs a step must compute for longer than that before the second one is worth it. With a metric
-``dp_ext`` can be below 1 with one replica: Lightning's ``self.log`` moves each value to where it already is, and ours
-does not.
+Interpretation: a ratio is the time of a contender over the time of the plain loop, so smaller is better. Two replicas
+on one CPU share the cores that the plain loop uses alone, and read the weights twice, so they can hardly be faster than
+the plain loop. The MLP at h=32 computes almost nothing, and shows the cost of replicating, splitting, and gathering. On
+GPUs, a step must compute for longer than this to benefit from the second GPU. With a metric and one replica, ``dp_ext``
+can be faster than the plain loop, because Lightning's ``self.log`` copies each value to the device that it is on, and
+ours does not.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 OURS = "dp_ext"
 SINGLE = "single device"
 BATCH_SIZE = 64
-#: Width of the MLP that also logs a metric, and channels of the convolutional net.
+#: Width of the MLP that also logs a metric, and number of channels of the convolutional net.
 HIDDEN_WITH_METRIC, CHANNELS = 256, 32
 
 
@@ -66,7 +66,7 @@ class Arena:
 
     Attributes:
         name: The kind of device.
-        contenders: Name → what trains.
+        contenders: Name → training.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Arena:
 
 
 def arenas() -> list[Arena]:
-    """What this machine can measure."""
+    """Returns the arenas that this machine can measure."""
     on_cpu = partial(train_with_lightning, accelerator="cpu")
     found = [
         Arena(
@@ -98,16 +98,16 @@ def arenas() -> list[Arena]:
 
 
 def what_is_missing() -> list[str]:
-    """What this machine cannot measure, and why."""
+    """Returns what this machine cannot measure, and the reason."""
     if not torch.cuda.is_available():
-        return ["Not measured: anything on GPUs, since torch finds none here."]
+        return ["Not measured: replicas on GPUs, because torch detects no GPU."]
     if torch.cuda.device_count() == 1:
-        return ["Not measured: two replicas on GPUs, and torch.nn.DataParallel, since there is one GPU here."]
+        return ["Not measured: two replicas on GPUs, and torch.nn.DataParallel, because this machine has one GPU."]
     return []
 
 
 def train_data_parallel_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
-    """Trains on two GPUs with nothing but torch.
+    """Trains on two GPUs with torch only.
 
     Returns:
         Milliseconds per step, and the trained weights as one vector.
@@ -132,7 +132,7 @@ def train_data_parallel_by_hand(case: Case, length: Length) -> tuple[float, Tens
 
 def measure(arena: Arena, case: Case, rounds: int, length: Length) -> dict[str, Any]:
     """Measures a case round by round."""
-    # What torch sets up once for a case must not count for whoever is first.
+    # A first training per case is not counted, because torch initializes resources in it.
     train_in_turn(arena.contenders, case, Length(warmup=1, steps=1), reference=SINGLE)
     ms = train_in_rounds(arena.contenders, case, length, rounds, reference=SINGLE)
     print(f"measured {case.label} on the {arena.name}", file=sys.stderr, flush=True)
@@ -170,10 +170,10 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
                 ratios,
                 line_at=1,
                 line_label=SINGLE,
-                colors=("tab:orange", "tab:green", "tab:red"),  # as in the panel beside it
+                colors=("tab:orange", "tab:green", "tab:red"),  # as in the other panel
             ),
         ]
-        # Two tables: one with all columns would be wider than a terminal.
+        # Two tables, because one table would be wider than a terminal.
         columns = {"ms per training step": times, "time over the single device's": ratios}
         for title, spreads in columns.items():
             print_table(
@@ -188,34 +188,34 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
 
 
 def what_was_disturbed(summaries: list[dict[str, Any]]) -> list[str]:
-    """The cases whose ratios say nothing: the reference itself did not take the same time in each round.
+    """Returns messages about cases without valid ratios, because the times of the reference vary between rounds.
 
-    OpenMP's threads wait for each other by spinning. Where another process takes a core from one of them, a step takes
-    many times as long, and less so in two replicas: with more threads than cores, OpenMP hardly spins.
+    OpenMP's threads wait for each other by spinning. If another process uses the core of a thread, a step takes many
+    times as long. Two replicas are affected less: with more threads than cores, OpenMP hardly spins.
     """
     lines = []
     for summary in summaries:
         spread = Spread(**summary["ms_per_step"][SINGLE])
         if spread.median > 2 * spread.minimum or spread.upper_quartile > 1.5 * spread.lower_quartile:
             lines.append(
-                f"Not to be used: {summary['case']} on the {summary['arena']}. The {SINGLE} took"
-                f" {spread.minimum:.2f} to {spread.maximum:.2f} ms: others compute on this host."
+                f"Not valid: {summary['case']} on the {summary['arena']}. The {SINGLE} took"
+                f" {spread.minimum:.2f} to {spread.maximum:.2f} ms: other processes compute on this host."
             )
     return lines
 
 
 def devices_in_words() -> str:
-    """What computes here."""
+    """Describes the devices of this machine."""
     return ", ".join([f"torch has {torch.get_num_threads()} CPU threads", *gpu_names()]) + "."
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this machine."""
+    """Returns the GPUs of this machine."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 8 give every order once")
@@ -227,10 +227,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     silence_lightning()
-    # With TF32 a GPU's convolutions depend on the number of samples, and the weights of two replicas could not be
+    # With TF32, the convolutions of a GPU depend on the number of samples, and the weights of two replicas could not be
     # compared with those of one.
     torch.backends.cudnn.allow_tf32 = False
     length = Length(warmup=8, steps=arguments.steps)

@@ -1,11 +1,11 @@
-"""What the watch over ranks costs: a look of one rank at itself and its host, and the talk between hosts.
+"""Cost of the failure monitor: a heartbeat of one rank on its host, and the messages between hosts.
 
     python -m benchmarks.failure_monitor
     python -m benchmarks.failure_monitor --hosts 2 64 1024 --seconds 20
     python -m benchmarks.failure_monitor --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
-A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at rank 0, in
-a process of its own; those that speak for the other hosts are all in this one, and train nothing.
+A heartbeat happens four times per second, in a thread that holds the GIL meanwhile. Messages are measured at rank 0, in
+a separate process. The host leaders of all other hosts are in this process, and train nothing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks import against, names
 from benchmarks.report import print_table
 from benchmarks.turns import Part, Row
 
-#: Until all have called, in seconds.
+#: Time limit for the connections of all hosts, in seconds.
 SETTLE_S = 5.0
 #: Names of the package that a heartbeat on one host needs, and that messages between hosts need.
 _FOR_HEARTBEATS = (
@@ -55,46 +55,46 @@ _FOR_MESSAGES = (
 
 
 class _Keys(dict[str, str]):
-    """Stands for a store."""
+    """Store in a dictionary."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a value."""
         self[key] = value
 
     def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
-        """Gets one."""
+        """Returns a value."""
         return self[key].encode()
 
 
 def _attribute(value: object, *attributes: str) -> Any:
-    """Returns the first attribute that a value has: revisions have different names."""
+    """Returns the first attribute that an object has, because revisions have different names."""
     return next(getattr(value, name) for name in attributes if hasattr(value, name))
 
 
 def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
-    """Seconds that a watch takes to look once, with so many ranks on the host."""
+    """Returns the seconds of one heartbeat, with the given number of ranks on the host."""
     keys, where = _Keys(), {names.stage_and_step: "train, epoch 0, step 100"}
-    boards = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
-    boards = [board for board in boards if board is not None]
-    for rank, board in enumerate(boards):
-        board.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
-    activity, silence = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
+    tables = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
+    tables = [table for table in tables if table is not None]
+    for rank, table in enumerate(tables):
+        table.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
+    activity, ages = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
     seconds = []
     for beats in range(rounds):
         begin = time.perf_counter()
         activity.sample(names.HEARTBEAT_INTERVAL_S)
-        boards[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
-        read = [boards[0].read(slot) for slot in range(num_ranks)]
-        signs = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
-        names.update_ages(silence, signs, names.HEARTBEAT_INTERVAL_S)
-        names.first_failure(signs)
-        names.hung_ranks(signs, _attribute(silence, "age_s", "seconds"), 300.0)
+        tables[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
+        read = [tables[0].read(slot) for slot in range(num_ranks)]
+        statuses = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
+        names.update_ages(ages, statuses, names.HEARTBEAT_INTERVAL_S)
+        names.first_failure(statuses)
+        names.hung_ranks(statuses, _attribute(ages, "age_s", "seconds"), 300.0)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
 
 def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
-    """The part of a core that the watch of rank 0 needs to hear of so many hosts."""
+    """Returns the share of a core that the monitor of rank 0 uses for the messages of the given number of hosts."""
     here, there = multiprocessing.Pipe()
     first = multiprocessing.get_context("spawn").Process(target=_hear, args=(there, num_hosts, ranks_per_host))
     first.start()
@@ -159,13 +159,13 @@ def rows(num_ranks: list[int], num_hosts: list[int], ranks_per_host: int, second
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 64, 256])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=7, help="with --against; without, everything is measured once")
+    parser.add_argument("--rounds", type=int, default=7, help="with --against; otherwise everything is measured once")
     parser.add_argument("--output", type=Path, help=f"with --against, directory of the JSON: {against.OUTPUT}")
     against.add_arguments(parser)
     options = parser.parse_args()
@@ -176,18 +176,18 @@ def main() -> None:
             "ranks_per_host": options.ranks_per_host,
             "seconds": options.seconds,
         }
-        against.compare("watch", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
+        against.compare("failure_monitor", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
         return
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
     rows = [
         [num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / names.HEARTBEAT_INTERVAL_S:.2f} %"]
         for num, seconds in looks
     ]
-    print_table("One look of a watch", ["ranks of the host", "time", "of a core"], rows)
+    print_table("One heartbeat of a failure monitor", ["ranks on the host", "time", "of a core"], rows)
     each = options.ranks_per_host
     loads = [(str(num), load_of_first(num, each, options.seconds)) for num in options.hosts]
     print_table(
-        f"Rank 0 hears of hosts with {each} ranks each",
+        f"Messages of hosts with {each} ranks each to rank 0",
         ["hosts", "of a core"],
         [[num, f"{100 * load:.2f} %"] for num, load in loads],
     )

@@ -7,19 +7,20 @@
     benchmarks/horovod_elastic.py
 
 Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory;
-once with ranks of `horovodrun`, which talk over Horovod's gloo, and once with ranks of `mpirun`, which talk over MPI.
-Per width two cases: plain, and four batches per optimizer step. `ddp` talks over torch's gloo in both.
+once with ranks of `horovodrun`, over Horovod's gloo, and once with ranks of `mpirun`, over MPI. Per width two cases:
+plain, and four batches per optimizer step. `ddp` uses torch's gloo in both.
 
-How it is measured: in turns. A turn starts ranks twice: once for ours, with the settings that ours starts Horovod with,
-and once for the others: `ddp`, before there is a Horovod, whose thread would slow it, and the hand-written loop, with
-Horovod as it starts by itself. Which comes first changes from turn to turn. In them each contender trains once per
-round. A step is one batch, and its time includes all that the loop does between two batches. The slower rank counts.
-Ratios are taken between the rounds of one turn. Contenders must arrive at the same weights, else the program fails.
-Bytes are counted, in a training of their own, where ours hands gradients to Horovod.
+Method: the program measures in turns. A turn starts ranks twice: once for ours, with our settings of Horovod, and once
+for the others. These are `ddp`, before Horovod starts, because Horovod's thread would slow it, and the hand-written
+loop, with the default settings of Horovod. The order changes from turn to turn. Each contender trains once per round. A
+step is one batch, and its time includes all work of the loop between two batches. The slower rank counts. Ratios are
+computed between the rounds of one turn. The program fails if the trained weights of the contenders differ. Bytes are
+counted in a separate training, when ours passes gradients to Horovod.
 
-How to read it: Horovod looks for work once in a cycle, 1 ms by default, so a step costs some cycles of waiting, however
-little it computes. Over MPI a rank that waits keeps its core busy by default, on which another could compute. Ours sets
-both otherwise over MPI; "raw, our settings" is the hand-written loop with these, in the ranks of ours.
+Interpretation: Horovod checks for work once per cycle, by default each millisecond, so a step waits for some cycles,
+even if it computes little. Over MPI, a waiting rank by default keeps its core busy, on which another rank could
+compute. Ours changes both settings over MPI; "raw, our settings" is the hand-written loop with these settings, in the
+ranks of ours.
 """
 
 import argparse
@@ -46,18 +47,18 @@ from lightning_strategies_ext.horovod.runtime import check_installed
 
 ACCUMULATE = 4
 LAUNCHER_OF = {"gloo": "horovodrun", "MPI": "mpirun"}
-#: What ours may take, at most, of the time of the hand-written loop, by width.
+#: Goal by width: largest ratio of our time to the time of the hand-written loop.
 MOST_OVER_BY_HAND = {32: 1.5, 1024: 1.1}
 
 
 def without_missing(transports: list[str]) -> list[str]:
-    """Those that this Horovod can talk over; says so if MPI is missing."""
+    """Returns the transports of the installed Horovod; prints a message if MPI is missing."""
     import horovod.torch as hvd
 
     if "MPI" not in transports or hvd.mpi_built():
         return transports
     print(
-        "This Horovod was built without MPI, so ranks of mpirun are left out. With it:"
+        "This Horovod was built without MPI, so ranks of mpirun are omitted. To build it with MPI:"
         " python -m lightning_strategies_ext install-horovod --mpi",
         file=sys.stderr,
     )
@@ -67,7 +68,7 @@ def without_missing(transports: list[str]) -> list[str]:
 def take_turns(
     transport: str, turns: int, cases: list[Case], rounds: int, length: Length
 ) -> list[list[dict[str, Any]]]:
-    """Starts the ranks of ours and of the others in turns.
+    """Measures ours and the others in turns, each in new ranks.
 
     Returns:
         In rank order, per case: ``ms`` (contender → one value per round of all turns), ``calls`` and ``num_bytes``.
@@ -87,7 +88,7 @@ def take_turns(
 
 
 def summarize(transport: str, case: Case, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges what the ranks measured of one case; the slower rank of a round counts."""
+    """Merges the measurements of one case; the slower rank of a round counts."""
     ms = of_slowest_rank([rank["ms"] for rank in per_rank])
     return {
         "case": f"{transport} {case.label}",
@@ -104,7 +105,7 @@ def summarize(transport: str, case: Case, per_rank: list[dict[str, Any]]) -> dic
 
 
 def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached beside what was: per goal and case ``wanted``, ``reached`` and ``is_met``."""
+    """Returns the goals with the reached values: per goal and case ``wanted``, ``reached``, and ``is_met``."""
     rows = []
     bytes_when_plain = {
         (summary["transport"], summary["hidden"]): summary["sent_per_step"]["num_bytes"]
@@ -172,11 +173,11 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--transports", nargs="+", choices=LAUNCHER_OF, default=list(LAUNCHER_OF), help="of Horovod")
-    parser.add_argument("--turns", type=int, default=6, help="how often all ranks are started")
+    parser.add_argument("--turns", type=int, default=6, help="number of times that all ranks are started")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per case and turn")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
     parser.add_argument("--elastic", action="store_true", help="the cost of elastic training instead")
@@ -188,13 +189,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     check_installed()
     if arguments.elastic:
         measure_elastic(arguments.turns, arguments.parameters, arguments.output)
         return
-    # A multiple of the accumulation, so that the timed batches hold whole optimizer steps.
+    # A multiple of the accumulation, so that the timed batches contain whole optimizer steps.
     length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
     cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, accumulate=ACCUMULATE))]
     summaries = []

@@ -1,10 +1,10 @@
-"""Commands that start ranks of Horovod's on this host; tests use them too."""
+"""Commands that start ranks of Horovod on this host; tests use them, too."""
 
 import sys
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-#: Names of this machine, as hosts of which each has one slot: when a rank dies, the elastic driver wants no more ranks
+#: Names of this machine, as hosts with one slot each: after the exit of a rank, the elastic driver starts no more ranks
 #: on the host of that name.
 FIRST, SECOND, THIRD = "localhost", "127.0.0.1", "127.1"
 _HOROVODRUN = [BIN / "horovodrun", "-np", "{n}", "--gloo", "--network-interfaces", "lo"]
@@ -20,27 +20,27 @@ LAUNCHERS = {
 
 
 def start_of(launcher: str, num_ranks: int, directory: str = "") -> list[str]:
-    """The beginning of a command that starts ranks. Those of ``mpirun`` share memory through files in a directory."""
+    """Returns the first part of a command that starts ranks. Ranks of ``mpirun`` share files of a directory."""
     return [str(part).format(n=num_ranks, directory=directory) for part in LAUNCHERS[launcher]]
 
 
 def count_ranks(hosts: tuple[str, ...]) -> int:
-    """How many ranks there are on hosts like ``"localhost"`` or ``"localhost:2"``."""
+    """Returns the number of ranks on hosts such as ``"localhost"`` or ``"localhost:2"``."""
     return sum(int(host.partition(":")[2] or 1) for host in hosts)
 
 
 def variables_of_rank(
     host: int, local_rank: int, num_hosts: int, num_local_ranks: int, address: str, port: int
 ) -> dict[str, str]:
-    """What ``horovodrun --gloo`` would give to a rank, of hosts with as many ranks each.
+    """Returns the environment variables of ``horovodrun --gloo`` for a rank, with equally many ranks on each host.
 
     Args:
-        host: Its number.
-        local_rank: Of the rank.
-        num_hosts: Hosts.
-        num_local_ranks: Ranks per host.
-        address: Of the first host, where :data:`RENDEZVOUS` runs.
-        port: Where that listens.
+        host: Index of the host.
+        local_rank: Local rank.
+        num_hosts: Number of hosts.
+        num_local_ranks: Number of ranks per host.
+        address: Address of the first host, on which :data:`RENDEZVOUS` runs.
+        port: Port of the rendezvous server.
     """
     numbers = {
         "RANK": host * num_local_ranks + local_rank,
@@ -61,8 +61,8 @@ def variables_of_rank(
     return {f"HOROVOD_{name}": str(value) for name, value in {**numbers, **names}.items()}
 
 
-#: Where ranks of Horovod meet, as a program with arguments: hosts, and ranks per host. It says its port, and ends with
-#: its input.
+#: Program of Horovod's rendezvous server; its arguments are the number of hosts and of ranks per host. It prints its
+#: port, and exits when its input is closed.
 RENDEZVOUS = """
 import sys
 
@@ -82,14 +82,14 @@ sys.stdin.read()
 def elastic_horovodrun(
     directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str, interface: str = "lo"
 ) -> list[str]:
-    """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names.
+    """Returns the command, up to the script, that starts a rank on each host of the file ``hosts`` in a directory.
 
     Args:
-        directory: The directory; the file is written.
-        hosts: At the start, with one rank each, or as many as stand after a colon.
-        min_ranks: ``--min-np``.
-        arguments: Further ones of ``horovodrun``.
-        interface: Of the network, by which ranks reach each other and the driver.
+        directory: The directory; this function writes the file.
+        hosts: Hosts at the start, with one rank each, or with the number of ranks after a colon.
+        min_ranks: Value of ``--min-np``.
+        arguments: Further arguments of ``horovodrun``.
+        interface: Network interface of the ranks and the driver.
     """
     discovery = directory / "discover.sh"
     discovery.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")

@@ -1,16 +1,17 @@
-"""What elastic training costs, for ``python -m benchmarks.horovod --elastic``: each commit, and the loss of a rank.
+"""Costs of elastic training, for ``python -m benchmarks.horovod --elastic``: each commit, and the loss of a rank.
 
     python -m benchmarks.horovod_elastic                     # the same
     python -m benchmarks.horovod_elastic --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Each round starts two CPU ranks under an elastic `horovodrun`, one torch thread each, which train a net of linear
-layers with Adam, 32 samples per rank and batch. Every few steps they commit; at a given step rank 1 kills itself.
+layers with Adam, 32 samples per rank and batch. They commit every few steps. At a given step, rank 1 kills itself.
 
-- **Commit over step**: the time between the end of one batch and the beginning of the next, where a commit lies
-  between, less what it is elsewhere, over the time of a batch. Both are medians of a round, of rank 0, after the second
-  commit (the first allocates). Divide by `commit_every_n_steps` for the share of training that goes into commits.
-- **Kill to next step**: from just before the SIGKILL to the moment at which the survivor, which has restored the commit
-  and made its loaders anew, begins the next step; and to the end of that step.
+- **Commit over step**: the time between the end of a batch and the beginning of the next batch with a commit between
+  them, minus the same time without a commit, over the time of a batch. Both are medians of a round, of rank 0, after
+  the second commit (the first commit allocates memory). Divided by `commit_every_n_steps`, it is the share of commits
+  in the training time.
+- **Kill to next step**: from shortly before the SIGKILL until the surviving rank, which has restored the commit and
+  created its loaders again, begins the next step; and until the end of that step.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from benchmarks.turns import Part, Row
 
 COMMIT_EVERY = 5
 NUM_COMMITS = 4
-#: What is measured, as the table calls it.
+#: Figure → its name in the table.
 COLUMNS = {
     "step_ms": "step, ms",
     "commit_ms": "commit, ms",
@@ -88,12 +89,12 @@ def rows(millions: list[int]) -> dict[str, Row]:
 
 
 def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
-    """Measures, prints and writes.
+    """Measures, prints the table, and writes the JSON file.
 
     Args:
-        rounds: Runs per size.
+        rounds: Number of runs per size.
         sizes: Numbers of parameters, in millions.
-        output: Directory of the JSON.
+        output: Directory of the JSON file.
     """
     measured: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     for number in range(rounds):
@@ -110,13 +111,13 @@ def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
         "Elastic training, 2 CPU ranks, Adam: median [quartiles]",
         ["parameters", *COLUMNS.values()],
         rows,
-        caption="commit/step is what one commit costs; there is one every `commit_every_n_steps` (100 by default).",
+        caption="commit/step is the cost of one commit, which occurs every `commit_every_n_steps` (100 by default).",
     )
     write_json(output, "horovod_elastic", {"settings": {"rounds": rounds}, "results": results})
 
 
 def main() -> None:
-    """Measures, prints and writes."""
+    """Measures, prints the table, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="runs per number of parameters")
     parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions")

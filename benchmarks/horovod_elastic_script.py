@@ -1,4 +1,4 @@
-"""The script of :mod:`benchmarks.horovod_elastic`: trains a net, and writes down the time of each event.
+"""Script of :mod:`benchmarks.horovod_elastic`: trains a net, and records the time of each event.
 
 python -m benchmarks.horovod_elastic_script DIRECTORY NUM_PARAMETERS NUM_STEPS COMMIT_EVERY KILL_AT
 """
@@ -24,7 +24,7 @@ BATCH_SIZE = 32
 
 
 class Wide(pl.LightningModule):
-    """Linear layers of a million parameters each; one rank dies on the way."""
+    """Linear layers of a million parameters each; one rank kills itself during the training."""
 
     def __init__(self, directory: Path, num_parameters: int, kill_at: int) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class Wide(pl.LightningModule):
         self.directory, self.kill_at = directory, kill_at
 
     def note(self, what: str, at: float | None = None) -> None:
-        """Writes down that something is happening now, or was at a time."""
+        """Records an event at the current time, or at a given time."""
         line = {"what": what, "at": time.monotonic() if at is None else at, "step": self.trainer.global_step}
         with (self.directory / f"process{os.getpid()}").open("a") as file:
             file.write(json.dumps({**line, "rank": self.global_rank, "world": self.trainer.world_size}) + "\n")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Notes it, or dies."""
+        """Records the start of the batch, or kills the rank."""
         started = time.monotonic()
         killed = self.directory / "killed"
         if self.global_rank == 1 and self.trainer.global_step == self.kill_at and not killed.exists():
@@ -49,21 +49,21 @@ class Wide(pl.LightningModule):
         self.note("start", started)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Some loss."""
+        """Returns a loss."""
         loss: Tensor = self.net(batch[0]).square().mean()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes it."""
+        """Records the end of the batch."""
         self.note("end")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, with twice as much state as there are parameters."""
+        """Returns Adam, whose state has twice the size of the parameters."""
         return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
 def main() -> None:
-    """Trains."""
+    """Trains the net."""
     directory, (num_parameters, num_steps, commit_every, kill_at) = Path(sys.argv[1]), map(int, sys.argv[2:])
     silence_lightning()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""The ranks of :mod:`benchmarks.horovod`: how a launcher of Horovod's starts them, and what each of them does.
+"""Ranks of :mod:`benchmarks.horovod`: their start by a launcher of Horovod, and their measurements.
 
-A rank has a gloo process group of torch's, for Lightning's stock `ddp`, beside what Horovod connects.
+In addition to Horovod, a rank has a gloo process group of torch, for Lightning's stock `ddp`.
 """
 
 import os
@@ -47,16 +47,16 @@ def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num
     """Runs ``function(*args)`` on ranks of ``horovodrun`` or ``mpirun``.
 
     Args:
-        launcher: Which.
-        function: Importable by name, and so are the types of its arguments.
-        *args: Of the function, the same on all ranks.
+        launcher: Name of the launcher.
+        function: Function that is importable by name, as the types of its arguments.
+        *args: Arguments of the function, the same on all ranks.
         num_ranks: Number of ranks.
 
     Returns:
-        In rank order, what the function returned.
+        Results of the function, in rank order.
 
     Raises:
-        RuntimeError: If a rank failed; the others end too, since what they wait for fails.
+        RuntimeError: If a rank fails. The other ranks exit, too, because their collectives fail.
     """
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), function, args)))
@@ -70,35 +70,35 @@ def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
             check=False,
         )
-        # A file that a rank has sent its result into is read like the other end of a pipe.
+        # The file with the result of a rank is read like the end of a pipe.
         per_rank = collect([Connection(os.open(file, os.O_RDONLY), writable=False) for file in results])
     if ended.returncode:
-        raise RuntimeError(f"{launcher} ended with {ended.returncode}, after its ranks had sent their results.")
+        raise RuntimeError(f"{launcher} exited with code {ended.returncode}, after its ranks had sent their results.")
     return per_rank
 
 
 def main() -> None:
-    """Runs in each rank."""
+    """Calls the function, and sends its result. Runs in each rank."""
     directory = Path(sys.argv[1])
     port, function, arguments = pickle.loads((directory / "arguments").read_bytes())
     launch = LaunchInfo.from_environment()
-    assert launch is not None, "no launcher of Horovod's has started this process"
-    # Else Lightning would ask mpi4py, where it is installed, for the ranks of `ddp`.
+    assert launch is not None, "no launcher of Horovod has started this process"
+    # Otherwise Lightning would read the ranks of `ddp` from mpi4py, if it is installed.
     os.environ.update(RANK=str(launch.rank), TORCHELASTIC_RUN_ID="benchmark")
     sender = Connection(os.open(directory / f"rank{launch.rank}", os.O_WRONLY), readable=False)
     rank_main(function, arguments, launch.rank, launch.size, port, sender)
 
 
 def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Runs on every rank: `ddp` while there is no Horovod yet, then the hand-written loop, as Horovod starts by itself.
+    """Measures `ddp` before Horovod starts, then the hand-written loop with Horovod's defaults. Runs on every rank.
 
     Returns:
         Per case ``ms``: contender → one value per round.
     """
     silence_lightning()
     stock = partial(train_with_lightning, PEER)
-    # Horovod's thread has the ranks talk to each other in every cycle, also while `ddp` trains. Horovod over MPI cannot
-    # be shut down and started again, so this comes first and not in turn.
+    # Horovod's thread communicates in each cycle, also while `ddp` trains. Horovod over MPI cannot be shut down and
+    # started again, so `ddp` is measured first and not in turn.
     alone = [
         [train_in_turn({PEER: stock}, case, length, reference=PEER)[PEER] for _ in range(rounds)] for case in cases
     ]
@@ -113,10 +113,10 @@ def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[
 
 
 def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Runs on every rank: ours, and the hand-written loop with the settings that ours starts Horovod with.
+    """Measures ours, and the hand-written loop with our settings of Horovod. Runs on every rank.
 
     Returns:
-        Per case: ``ms`` (contender → one value per round), and what one step of ours hands to Horovod (``calls`` and
+        Per case: ``ms`` (contender → one value per round), and what one step of ours passes to Horovod (``calls`` and
         ``num_bytes``).
     """
     silence_lightning()
@@ -129,7 +129,7 @@ def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[st
 
 
 def measure_in_turn(contenders: dict[str, Any], cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Per case ``ms``: contender → one value per round, in an order that changes from round to round."""
+    """Returns per case ``ms``: contender → one value per round, in an order that changes from round to round."""
     results: list[dict[str, Any]] = []
     for case in cases:
         reference = next(iter(contenders))
@@ -138,7 +138,7 @@ def measure_in_turn(contenders: dict[str, Any], cases: list[Case], rounds: int, 
 
 
 def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
-    """Trains with nothing but torch and Horovod, as Horovod's documentation shows it.
+    """Trains with torch and Horovod only, as in Horovod's documentation.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -167,7 +167,7 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
 
 
 def count_traffic(case: Case) -> dict[str, float]:
-    """What ours hands to Horovod for its gradients, per batch: the number of calls and of bytes."""
+    """Counts the calls of ours to Horovod for gradients, and their bytes, per batch."""
     import horovod.torch as hvd
 
     length = Length(warmup=case.accumulate, steps=case.accumulate)

@@ -1,12 +1,12 @@
-"""Training on several hosts over a slow network: time per step and bytes on the cable, by strategy and compression.
+"""Training on several hosts over a slow network: time per step and bytes on the network, by strategy and compression.
 
     python -m benchmarks.multi_host                               # 1 Gbit/s, two hosts, one and two ranks on each
     python -m benchmarks.multi_host --rates 100 1000 10000 0 --hosts 2 4 --ranks 1
-    python -m benchmarks.multi_host --only ddp powersgd --steps 2000 --rates 0 --rounds 1     # how they learn
+    python -m benchmarks.multi_host --only ddp powersgd --steps 2000 --rates 0 --rounds 1     # learning curves
 
-Hosts are network namespaces, see :mod:`benchmarks.network_namespaces`: they share this machine's cores, and what leaves
-each is held to a rate (0: to none). A transformer of some ten million parameters learns the documentation strings of
-Python's standard library. Contenders take turns in each round; times are those of the slowest rank.
+Hosts are network namespaces, see :mod:`benchmarks.network_namespaces`: they share the cores of this machine, and the
+rate at which each sends is limited (0: no limit). A transformer of some ten million parameters is trained on the
+docstrings of Python's standard library. Contenders alternate in each round; times are those of the slowest rank.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from lightning_strategies_ext.horovod.runtime import check_installed
 
 STOCK = "ddp"
 _FIRST_PORT = 29600
-#: At 1 Gbit/s on two hosts: ranks per host, contender, times stock's speed. From the issue that asked for them.
+#: Goals at 1 Gbit/s on two hosts: ranks per host, contender, and speed relative to stock.
 GOALS = (
     (2, "ddp_ext", 1.8),
     (1, "bf16", 1.7),
@@ -58,10 +58,10 @@ def run_round(job: Job, hosts: Sequence[network_namespaces.Host], timeout_s: flo
     """Starts all ranks and waits for them.
 
     Returns:
-        By contender, of the slowest rank.
+        Results of the slowest rank, by contender.
 
     Raises:
-        RuntimeError: If a rank has failed; with what it has said.
+        RuntimeError: If a rank fails; the message contains its output.
     """
     ranks, logs = [], []
     for node, host in enumerate(hosts):
@@ -105,7 +105,7 @@ def measure(job: Job, rate: float, rounds: int, timeout_s: float) -> Measured:
 
 @contextmanager
 def rendezvous_of_horovod(job: Job, host: network_namespaces.Host) -> Iterator[int]:
-    """Where its ranks meet, if they do, until the block ends; gives the port, on that host."""
+    """Runs Horovod's rendezvous server on a host during the context, if it is needed; yields its port."""
     if HOROVOD not in job.contenders:
         yield 0
         return
@@ -117,7 +117,7 @@ def rendezvous_of_horovod(job: Job, host: network_namespaces.Host) -> Iterator[i
 
 
 def label_of(job: Job, rate: float) -> str:
-    """A case in words."""
+    """Returns the name of a case."""
     speed = "no limit" if not rate else f"{rate / 1000:g} Gbit/s" if rate >= 1000 else f"{rate:g} Mbit/s"
     return f"{job.num_hosts} hosts x {job.num_ranks}, {speed}"
 
@@ -137,7 +137,7 @@ def show(label: str, measured: Measured) -> None:
 
 
 def goals_of(job: Job, rate: float, measured: Measured) -> list[dict[str, Any]]:
-    """What was to be reached in a case, beside what was."""
+    """Returns the goals of a case with the reached values."""
     if (job.num_hosts, rate) != (2, 1000) or STOCK not in measured:
         return []
     goals = []
@@ -158,7 +158,7 @@ def goals_of(job: Job, rate: float, measured: Measured) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, prints, writes."""
+    """Measures, prints the tables, and writes the JSON files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1000], help="megabits per second; 0 for no limit")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
@@ -166,15 +166,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--steps", type=int, default=32, help="that are timed; whole periods of local SGD, which are 32 steps"
+        "--steps",
+        type=int,
+        default=32,
+        help="number of timed steps: a multiple of 32, which is the period of local SGD",
     )
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=16, help="bytes per window")
     parser.add_argument("--batch-size", type=int, default=1, help="windows per rank and step")
-    parser.add_argument("--timeout", type=float, default=3600, help="of a round, in seconds")
+    parser.add_argument("--timeout", type=float, default=3600, help="time limit of a round, in seconds")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
-    parser.add_argument("--name", default="hosts", help="of the files in the output directory")
+    parser.add_argument("--name", default="hosts", help="name of the files in the output directory")
     asked = parser.parse_args()
     shape = asked.steps, asked.width, asked.layers, asked.context, asked.batch_size
     results, goals = {}, []

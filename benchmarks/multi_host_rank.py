@@ -1,4 +1,4 @@
-"""One rank of :mod:`benchmarks.multi_host`: trains with one contender after another, and writes down results."""
+"""One rank of :mod:`benchmarks.multi_host`: trains with one contender after another, and writes results."""
 
 import json
 import os
@@ -27,8 +27,8 @@ from lightning_strategies_ext import DDPStrategy, DiLoCo
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import BucketSearch
 
-#: Steps before the clock starts: ten in which compressions send all and buckets are made, and the first that are
-#: compressed, of which a dozen take up to half as long again, with memory that is new to them.
+#: Number of steps before the clock starts: ten in which compressions send whole gradients and DDP builds its buckets,
+#: and the first compressed steps, about a dozen of which take up to 50 % longer, because they allocate memory.
 NUM_WARMUP_STEPS = 32
 SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -36,7 +36,7 @@ SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 BY_TRIAL = "ddp_ext, buckets by trial"
 PAPERS_DILOCO = "diloco, momentum 0.9"
 HOROVOD = "horovod_ext"
-#: Name → what makes the Trainer's strategy, anew for each training.
+#: Name → function that creates the Trainer's strategy, for each training.
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "ddp_ext": DDPStrategy,
@@ -53,12 +53,12 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's, by a name that it does not refuse on CPUs."""
+    """Calls torch's hook, under a name that torch accepts on CPUs."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
 #: Name → hook of torch's DDP in a loop without Lightning. torch's PowerSGD hook is not among them: with several buckets
-#: its ranks begin collectives in different orders, and gloo ends the process.
+#: its ranks start collectives in different orders, and gloo aborts the process.
 BY_HAND: dict[str, Callable[..., Any] | None] = {
     "torch's DDP": None,
     "torch's DDP, bf16 hook": bf16_hook,
@@ -68,20 +68,20 @@ CONTENDERS = (*STRATEGIES, *BY_HAND)
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks do.
+    """Settings of all ranks.
 
     Attributes:
-        contenders: Names, in order.
-        num_hosts: Hosts.
-        num_ranks: Ranks per host.
-        num_steps: Steps that are timed.
-        width: Of the transformer.
-        num_layers: Of the transformer.
-        context: Bytes per window.
-        batch_size: Windows per rank and step.
-        port: First of those at which groups are made, one per contender.
-        directory: For the ranks' results.
-        horovod_port: Where ranks of Horovod meet, on the first host.
+        contenders: Names of the contenders, in order.
+        num_hosts: Number of hosts.
+        num_ranks: Number of ranks per host.
+        num_steps: Number of timed steps.
+        width: Width of the transformer.
+        num_layers: Number of layers of the transformer.
+        context: Number of bytes per window.
+        batch_size: Number of windows per rank and step.
+        port: First port of the process groups, one per contender.
+        directory: Directory of the ranks' results.
+        horovod_port: Port of Horovod's rendezvous server on the first host.
     """
 
     contenders: list[str]
@@ -98,23 +98,23 @@ class Job:
 
     @property
     def num_all_ranks(self) -> int:
-        """Of all hosts."""
+        """Number of ranks on all hosts."""
         return self.num_hosts * self.num_ranks
 
     @property
     def rank(self) -> int:
-        """That of this process."""
+        """Rank of this process."""
         return int(os.environ["NODE_RANK"]) * self.num_ranks + int(os.environ["LOCAL_RANK"])
 
 
 @dataclass
 class Seen:
-    """What a rank has seen of a contender.
+    """Measurements of a contender on one rank.
 
     Attributes:
-        step_ms: Milliseconds per step, the mean.
-        sent_mb: Megabytes (10^6) per step that have left the host; the same for all of its ranks.
-        bits: Per byte, of each step.
+        step_ms: Mean number of milliseconds per step.
+        sent_mb: Megabytes (10^6) per step that the host has sent; the same for all of its ranks.
+        bits: Bits per byte of each step.
     """
 
     step_ms: float
@@ -123,11 +123,11 @@ class Seen:
 
 
 class Windows(Dataset[tuple[Tensor]]):
-    """Windows of the standard library's documentation, again and again.
+    """Windows of the standard library's documentation, which repeat.
 
     Args:
-        context: Bytes per window, without the one after it.
-        number: Of windows.
+        context: Number of bytes per window, without the byte to predict.
+        number: Number of windows.
     """
 
     def __init__(self, context: int, number: int) -> None:
@@ -143,30 +143,30 @@ class Windows(Dataset[tuple[Tensor]]):
 
 
 class Learner(Transformer):
-    """A transformer that keeps its learning rate, and logs nothing: that would be a collective of its own."""
+    """Transformer with a constant learning rate. It logs nothing, because logging would add a collective."""
 
     bits_of_steps: list[Tensor]
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        """Bits per byte of one batch."""
+        """Returns the bits per byte of one batch."""
         bits = self.bits(batch[0])
         self.bits_of_steps.append(bits.detach())
         return bits
 
     def configure_optimizers(self) -> Any:
-        """AdamW."""
+        """Returns AdamW."""
         return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
 
 
 class Clock:
-    """Times the steps after the first ones, and counts what leaves the host meanwhile.
+    """Times the steps after the warm-up steps, and counts the bytes that the host sends meanwhile.
 
     Args:
-        job: What is done.
-        num_warmup_steps: How many are the first ones.
+        job: Settings of the ranks.
+        num_warmup_steps: Number of warm-up steps.
 
     Attributes:
-        num_steps: All of them.
+        num_steps: Number of all steps.
     """
 
     def __init__(self, job: Job, num_warmup_steps: int) -> None:
@@ -175,7 +175,7 @@ class Clock:
         self.num_steps = num_warmup_steps + job.num_steps
 
     def tick(self, num_done: int) -> None:
-        """Says how many steps are done. It begins, and ends, when models are the same again, if they are not always."""
+        """Receives the number of steps. Timing starts and ends after steps with equal models on all ranks."""
         if num_done in (self._num_warmup_steps, self.num_steps):
             now = time.perf_counter(), int(SENT_BYTES.read_text())
             if num_done == self._num_warmup_steps:
@@ -184,7 +184,7 @@ class Clock:
                 self._end = now
 
     def seen(self, bits_of_steps: list[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Seen:
-        """What was seen, when all is done."""
+        """Returns the measurements after the last step."""
         (began, sent_before), (ended, sent) = self._begin, self._end
         return Seen(
             1000 * (ended - began) / self._job.num_steps,
@@ -194,30 +194,30 @@ class Clock:
 
 
 class Ticks(Callback):
-    """Tells a clock how many steps the Trainer has done."""
+    """Reports the number of the Trainer's steps to a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Tells it."""
+        """Reports the number of steps."""
         self._clock.tick(trainer.global_step)
 
 
 class Bits(nn.Module):
-    """What torch's DDP wraps: bits per byte of a batch."""
+    """Module for torch's DDP, which computes the bits per byte of a batch."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__()
         self.learner = learner
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Of a batch of windows of whole numbers, a scalar."""
+        """Returns the bits per byte of a batch of windows, as a scalar."""
         return self.learner.bits(windows)
 
 
 def make_learner(job: Job) -> Learner:
-    """The same on all ranks, and for all contenders."""
+    """Returns the model, which is the same on all ranks, and for all contenders."""
     pl.seed_everything(1, verbose=False)
     learner = Learner(job.context, job.width, job.num_layers, lr=1e-3)
     learner.bits_of_steps = []
@@ -225,12 +225,12 @@ def make_learner(job: Job) -> Learner:
 
 
 def windows_for(job: Job, num_steps: int) -> Windows:
-    """As many as all ranks take in so many steps."""
+    """Returns the loader of the windows of a number of steps on all ranks."""
     return Windows(job.context, num_steps * job.num_all_ranks * job.batch_size)
 
 
 def num_warmup_steps(name: str, model: Learner) -> int:
-    """Steps that are not timed: those in which a size of buckets is found, too."""
+    """Returns the number of steps that are not timed, including the steps of the bucket search."""
     if name != BY_TRIAL:
         return NUM_WARMUP_STEPS
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -238,7 +238,7 @@ def num_warmup_steps(name: str, model: Learner) -> int:
 
 
 def train(job: Job, name: str) -> Seen:
-    """Trains with a strategy."""
+    """Trains with a strategy of the Trainer."""
     model = make_learner(job)
     clock = Clock(job, num_warmup_steps(name, model))
     trainer = pl.Trainer(
@@ -284,7 +284,7 @@ def train_by_hand(job: Job, name: str) -> Seen:
 
 
 def train_by_horovod(job: Job) -> Seen:
-    """Trains with Horovod, which finds what it would have from ``horovodrun`` while it does."""
+    """Trains with Horovod, with the environment variables of ``horovodrun``."""
     import horovod.torch as hvd
 
     place = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
@@ -296,7 +296,7 @@ def train_by_horovod(job: Job) -> Seen:
 
 
 def main() -> None:
-    """Trains with all."""
+    """Trains with all contenders."""
     job = Job(**json.loads(sys.argv[1]))
     silence_lightning()
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ PACKAGE = "lightning_strategies_ext"
 #: Environment variable with the directory of the package to be measured; every process checks it.
 PACKAGE_VARIABLE = "BENCHMARKS_PACKAGE"
 #: Environment variables with the directory for native builds: all names that revisions have used.
-CACHE_VARIABLES = ("LIGHTNING_STRATEGIES_EXT_CACHE",)
+CACHE_VARIABLES = ("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "LIGHTNING_STRATEGIES_EXT_CACHE")
 
 #: Key → locations, the newest first.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -96,7 +96,7 @@ def __getattr__(key: str) -> Any:
             value = resolve(location)
         except MissingNameError:
             continue
-        globals()[key] = value  # found without this function from now on, also inside a timed loop
+        globals()[key] = value  # later lookups bypass this function, also inside a timed loop
         return value
     raise MissingNameError(f"the package has no {' or '.join(NAMES[key])}")
 

@@ -17,7 +17,7 @@ _numbers = count()
 
 
 class NoHostsError(Exception):
-    """They cannot be had here; the text says why."""
+    """Raised if this machine permits no network namespaces; the message has the reason."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Host:
     """A network namespace, which stands for a host.
 
     Attributes:
-        name: Of the host, and of the namespace.
-        address: Of its end of the cable, ``eth0``.
-        names: File of all hosts' names with their addresses.
+        name: Name of the host, and of the namespace.
+        address: Address of its interface, ``eth0``.
+        names: File with the names and addresses of all hosts.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Host:
     names: Path
 
     def enter(self) -> list[str]:
-        """What stands before a command to run it on the host."""
-        # `ip netns exec` gives the command mounts of its own, so that nobody else sees these names.
+        """Prefix of a command that runs on the host."""
+        # `ip netns exec` gives the command separate mounts, so that other processes do not use these names.
         name_it = f"hostname {self.name} && mount --bind '{self.names}' /etc/hosts && exec \"$@\""
         return [*f"ip netns exec {self.name} unshare --uts sh -c".split(), name_it, "sh"]
 
     def set_cable(self, state: str) -> None:
-        """Plugs the cable in ("up") or pulls it ("down")."""
+        """Connects the host to the network ("up") or disconnects it ("down")."""
         run(*f"ip -n {self.name} link set eth0 {state}".split())
 
     def set_rate(self, megabits: float) -> None:
-        """Lets no more leave by the cable, in megabits per second."""
-        # A burst of 2 ms, and at most 50 ms in the queue; a packet is as long as the kernel makes them, up to 64 KiB.
+        """Limits the rate at which the host sends, in megabits per second."""
+        # A burst of 2 ms, and at most 50 ms in the queue; packets of the kernel have up to 64 KiB.
         burst = max(round(megabits * 1e6 / 8 * 0.002), 70_000)
         run(
             *f"ip netns exec {self.name} tc qdisc replace dev eth0 root tbf".split(),
@@ -54,12 +54,12 @@ class Host:
         )
 
     def pids(self) -> list[int]:
-        """The processes on the host."""
+        """Returns the processes on the host."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
     def kill_all(self) -> None:
-        """Kills whatever runs on the host."""
+        """Kills all processes on the host."""
         for pid in self.pids():
             try:
                 psutil.Process(pid).kill()
@@ -72,15 +72,15 @@ H = TypeVar("H", bound=Host)
 
 @contextmanager
 def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H]]:  # type: ignore[assignment]
-    """Hosts that reach each other, until the block ends.
+    """Creates connected hosts, for the duration of the context.
 
     Args:
-        number: Of hosts. Two have one cable, more a switch.
-        directory: For the file of their names.
-        kind: Of the objects.
+        number: Number of hosts. Two hosts are connected directly, more hosts by a switch.
+        directory: Directory of the file with their names.
+        kind: Class of the hosts.
 
     Raises:
-        NoHostsError: If they cannot be had.
+        NoHostsError: If this machine permits no network namespaces.
     """
     missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
@@ -110,7 +110,7 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
 
 
 def address_of(index: int) -> str:
-    """The address of one of the hosts."""
+    """Returns the address of a host."""
     return f"{_NETWORK}.{index + 1}"
 
 
@@ -128,5 +128,5 @@ def _join(made: Sequence[Host], switch: str) -> None:
 
 
 def run(*command: str) -> str:
-    """Runs a program that must succeed, and returns what it has said."""
+    """Runs a program that must succeed, and returns its output."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

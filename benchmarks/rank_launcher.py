@@ -1,8 +1,8 @@
-"""Starts the ranks of a benchmark on this host, once, and collects what each returns.
+"""Starts the ranks of a benchmark on this host, once, and collects their results.
 
-A rank is a process with the environment variables that torchrun would give it, one torch thread, and a default process
-group, at first of gloo or, with a GPU per rank, of NCCL. Strategies measured in it find the group and use it, so what
-they run over is what the rank has joined last (:func:`join`).
+A rank is a process with the environment variables of torchrun, one torch thread, and a default process group: first
+of gloo or, with a GPU per rank, of NCCL. Measured strategies use the group that exists, so their backend is the backend
+of the group that the rank has joined last (:func:`join`).
 """
 
 import gc
@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-#: Where the ranks meet, for every group they make.
+#: Store over which the ranks join each group.
 _store: dist.Store | None = None
 _num_groups = 0
 
@@ -32,18 +32,18 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, bac
     """Runs ``function(*args)`` on every rank of one process group.
 
     Args:
-        function: Importable by name; its arguments and result travel as pickles of builtin types.
-        *args: Of the function, the same on all ranks.
+        function: Function that is importable by name; its arguments and results are pickled builtin types.
+        *args: Arguments of the function, the same on all ranks.
         world_size: Number of ranks.
-        backend: Of the group; with "nccl" each rank has the GPU with its number.
+        backend: Backend of the group; with "nccl", each rank has the GPU with its number.
 
     Returns:
-        What it returned, in rank order.
+        Results of the function, in rank order.
 
     Raises:
-        RuntimeError: If it raised on a rank or the rank died; the other ranks are ended.
+        RuntimeError: If the function raises on a rank, or the rank exits; the other ranks are killed.
     """
-    # Not forked: a rank then holds nothing of this process, as when torchrun starts it.
+    # Not forked: a rank inherits nothing from this process, as under torchrun.
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -66,7 +66,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, bac
 
 
 def collect(receivers: list[Connection]) -> list[Any]:
-    """Waits for one message from every rank; at the first failure, for no more.
+    """Receives one message from every rank, until the first failure.
 
     Raises:
         RuntimeError: If a rank failed.
@@ -78,7 +78,7 @@ def collect(receivers: list[Connection]) -> list[Any]:
             try:
                 value, error = receiver.recv()
             except EOFError:
-                value, error = None, "it died without a word"
+                value, error = None, "the process exited without a message"
             if error is not None:
                 raise RuntimeError(f"Rank {receivers.index(receiver)} failed: {error}")
             values[receiver] = value
@@ -94,7 +94,7 @@ def rank_main(
     sender: Connection,
     backend: str = "gloo",
 ) -> None:
-    """What a rank's process runs: joins the group, calls the function, sends what it returned or raised."""
+    """Runs in the process of a rank: joins the group, calls the function, and sends its result or exception."""
     os.environ.update(
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -104,7 +104,7 @@ def rank_main(
         if backend == "nccl":
             torch.cuda.set_device(rank)
         join(backend, rank, world_size)
-        # What the imports left behind is no garbage: collections during a measurement need not walk through it.
+        # Objects of imported modules are excluded from garbage collections during a measurement.
         gc.collect()
         gc.freeze()
         value, error = function(*args), None
@@ -115,20 +115,20 @@ def rank_main(
 
 
 def open_store(rank: int, world_size: int, port: int) -> None:
-    """Connects this rank to the store over which it joins groups; that of rank 0 is the server."""
+    """Connects this rank to the store over which it joins groups. Rank 0 serves the store."""
     global _store
     _store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
 
 
 def join(backend: str, rank: int | None = None, world_size: int | None = None) -> None:
-    """Sees to it that the default process group has this backend; all ranks call it together, in the same order.
+    """Joins a default process group with a backend. Collective: all ranks call it, in the same order.
 
-    A group with another backend is left for a new one. Strategies are made anew after that.
+    A group with another backend is replaced. Strategies must be created again afterwards.
 
     Args:
-        backend: Such as "gloo" or "shm".
-        rank: Of this process; as in the group before, if None.
-        world_size: Number of ranks; as before, if None.
+        backend: A backend such as "gloo" or "shm".
+        rank: Rank of this process; the rank in the previous group if None.
+        world_size: Number of ranks; as before if None.
     """
     global _num_groups
     assert _store is not None
@@ -139,7 +139,7 @@ def join(backend: str, rank: int | None = None, world_size: int | None = None) -
         dist.destroy_process_group()
     assert rank is not None
     assert world_size is not None
-    # Under a name of its own, since a group must not find what the one before has left in the store.
+    # A separate part of the store, because a group must not read entries of the previous group.
     store = dist.PrefixStore(f"group{_num_groups}", _store)
     _num_groups += 1
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -152,8 +152,8 @@ def send_to_all(key: str, value: Any, timeout: timedelta) -> Any:
 
     Args:
         key: Unique key of the value.
-        value: The value on rank 0, as JSON can hold it.
-        timeout: How long the other ranks wait.
+        value: The value on rank 0, of types of JSON.
+        timeout: Timeout of the other ranks.
 
     Returns:
         The value of rank 0.
@@ -170,11 +170,11 @@ def collect_on_first(key: str, value: Any, timeout: timedelta) -> list[Any]:
 
     Args:
         key: Unique key of the values.
-        value: The value of this rank, as JSON can hold it.
-        timeout: How long rank 0 waits.
+        value: The value of this rank, of types of JSON.
+        timeout: Timeout of rank 0.
 
     Returns:
-        The values in rank order on rank 0, an empty list elsewhere.
+        The values in rank order on rank 0; an empty list on other ranks.
     """
     assert _store is not None
     _store.set(f"{key}/{dist.get_rank()}", json.dumps(value))
@@ -186,7 +186,7 @@ def collect_on_first(key: str, value: Any, timeout: timedelta) -> list[Any]:
 
 
 def end_tree(process: "subprocess.Popen[Any]") -> None:
-    """Kills a process and its descendants, and waits for its end."""
+    """Kills a process and its descendants, and waits for its exit."""
     if process.poll() is None:
         own = psutil.Process(process.pid)
         for one in [*own.children(recursive=True), own]:
@@ -198,9 +198,9 @@ def end_tree(process: "subprocess.Popen[Any]") -> None:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now, and that the system gives to no connection meanwhile."""
+    """Returns a free TCP port of 127.0.0.1, which the system does not assign to connections."""
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)  # below what it gives to connections
+        port = random.SystemRandom().randrange(20_000, 32_000)  # below the range for connections
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

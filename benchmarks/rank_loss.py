@@ -1,23 +1,24 @@
-"""What the loss of a rank costs, and what being prepared for it costs: elastic strategies, stock with files, torchft.
+"""Costs of losing a rank, and of preparing for it: elastic strategies, stock with checkpoint files, torchft.
 
     python -m benchmarks.rank_loss
     python -m benchmarks.rank_loss --parameters 1 --rounds 11
     python -m benchmarks.rank_loss --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Two CPU ranks on this host, one thread each, train linear layers of width 1000 with Adam, 32 samples per rank and step.
-In each round every contender trains an epoch of four and a half intervals between commits; in the middle of the fourth
-one rank kills itself, rank 0 and rank 1 in turn:
+In each round, every contender trains an epoch of four and a half commit intervals. In the middle of the fourth
+interval, one rank kills itself, rank 0 and rank 1 in alternation:
 
 - ``ddp_spawn_elastic_ext``: workers of ``fit``;
-- ``ddp_elastic_ext``: ranks of torchrun, which starts them anew;
-- Lightning's ``ddp`` under torchrun as well, with a ModelCheckpoint that writes at the same interval, and
+- ``ddp_elastic_ext``: ranks of torchrun, which restarts them;
+- Lightning's ``ddp``, also under torchrun, with a ModelCheckpoint that writes at the same interval, and
   ``ckpt_path="last"``;
-- torchft (``pip install torchft-nightly``; left out if it is not there): two replica groups of one rank, with the
-  settings of its README. This program starts a group again as soon as it is killed.
+- torchft (``pip install torchft-nightly``; omitted if it is not installed): two replica groups of one rank, with the
+  settings of its README. This program restarts a group immediately after the kill.
 
-Plain torch DDP over gloo, in which nothing dies, says what a step takes. With a commit between them, the ends of two
-steps are further apart: by what the commit takes (medians of a run). The interval of the runs with many parameters is
-short, or they would take hours; a step at the default interval of 100 is taken for a step and a hundredth of a commit.
+Plain torch DDP over gloo, without a kill, gives the time of a step. The time of a commit is the additional time between
+the ends of two steps with a commit between them (medians of a run). Runs with many parameters have a short interval,
+because they would take hours otherwise. A step at the default interval of 100 is computed as a step and a hundredth of
+a commit.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_goals, 
 from benchmarks.turns import Part, Row
 
 DEFAULT_INTERVAL = 100
-#: Millions of parameters from which on the interval is short.
+#: Number of parameters, in millions, from which the interval is short.
 MANY = 10
 SHORT_INTERVAL = 4
 
@@ -43,10 +44,10 @@ Samples = dict[str, list[dict[str, float]]]
 
 
 def measure(names: list[str], millions: int, interval: int, rounds: int, heartbeat_timeout_ms: int) -> Samples:
-    """All contenders, round by round.
+    """Measures all contenders, round by round.
 
     Returns:
-        For each, what each round gave.
+        Results of each round, by contender.
     """
     samples: Samples = {name: [] for name in names}
     for number in range(rounds):
@@ -71,15 +72,16 @@ def rows(names: list[str], millions: int, interval: int) -> dict[str, Row]:
 
 
 def summarize(samples: Samples) -> dict[str, dict[str, Spread]]:
-    """The spreads of each contender by name, with what follows from several figures of a round.
+    """Returns the spreads of each contender by name, with figures that are derived from several figures of a round.
 
-    These are ``at_default_ms``, a step at the default interval; ``over_plain`` and ``over_own``, that over a plain step
-    and over the contender's own without commits; and ``restart_s``, for stock, its next step without the loading.
+    The derived figures are ``at_default_ms``, the time of a step at the default interval; ``over_plain`` and
+    ``over_own``, its ratios to a plain step and to a step of the contender without commits; and ``restart_s``, for
+    stock, the time to its next step without the loading of the checkpoint.
     """
     summary = {}
     for name, rounds in samples.items():
         for one, plain in zip(rounds, samples[PLAIN], strict=True):
-            # Plain torch and torchft have no commits: what is found there is noise.
+            # Plain torch and torchft have no commits, so their figures are noise.
             commit_ms = 0.0 if name in (PLAIN, TORCHFT) else one["commit_ms"]
             one["commit_ms"] = commit_ms
             one["at_default_ms"] = one["step_ms"] + commit_ms / DEFAULT_INTERVAL
@@ -92,7 +94,7 @@ def summarize(samples: Samples) -> dict[str, dict[str, Spread]]:
 
 
 def goals(summary: dict[str, dict[str, Spread]], millions: int) -> list[dict[str, Any]]:
-    """What was to be reached, and whether it was."""
+    """Returns the goals, and whether they are met."""
     found = []
 
     def add(goal: str, case: str, reached: Spread, most: float) -> None:
@@ -131,7 +133,7 @@ def show(summary: dict[str, dict[str, Spread]], about: str, caption: str) -> Non
             for name, found in summary.items()
             if name != PLAIN
         ],
-        f"Without the loading of its checkpoint stock takes {summary[STOCK]['restart_s'].text()} s to its next step."
+        f"Without the loading of its checkpoint, stock takes {summary[STOCK]['restart_s'].text()} s to its next step."
         if STOCK in summary
         else "",
     )
@@ -148,7 +150,7 @@ KILL_FIGURES = {"next_s": 2, "back_s": 2, "redone": 0, "twice": 0, "lost": 0}
 
 
 def write(output: Path, summary: dict[str, dict[str, Spread]], millions: int, settings: dict[str, Any]) -> None:
-    """Writes the JSON and draws the plot."""
+    """Writes the JSON file and draws the plot."""
     name = f"lost_rank_{millions}m"
     results = {name: {figure: vars(spread) for figure, spread in found.items()} for name, found in summary.items()}
     write_json(output, name, {"settings": settings, "results": results, "goals": goals(summary, millions)})
@@ -166,20 +168,23 @@ def write(output: Path, summary: dict[str, dict[str, Spread]], millions: int, se
 
 
 def version_of_torchft() -> str:
-    """Which distribution of it is installed, as its name and version."""
+    """Returns the name and the version of the installed distribution of torchft."""
     name = packages_distributions()["torchft"][0]
     return f"{name} {version(name)}"
 
 
 def main() -> None:
-    """Measures, prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON files, and draws the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions")
     parser.add_argument("--rounds", type=int, help="7, and 3 with many parameters")
     parser.add_argument("--interval", type=int, help="steps between commits: 100, and 4 with many parameters")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS[1:], default=CONTENDERS[1:])
     parser.add_argument(
-        "--heartbeat-timeout-ms", type=int, default=5000, help="of torchft's lighthouse; 5000 is its default"
+        "--heartbeat-timeout-ms",
+        type=int,
+        default=5000,
+        help="heartbeat timeout of torchft's lighthouse, in ms; torchft's default is 5000",
     )
     parser.add_argument("--output", type=Path, help=f"directory of the JSON files and plots: {DEFAULT_OUTPUT}")
     against.add_arguments(parser)
@@ -204,7 +209,7 @@ def main() -> None:
         return
     names = [PLAIN, *arguments.contenders]
     if TORCHFT in names and not HAS_TORCHFT:
-        print("torchft is not there, and left out: pip install torchft-nightly", file=sys.stderr)
+        print("torchft is not installed, and is omitted: pip install torchft-nightly", file=sys.stderr)
         names.remove(TORCHFT)
     about_torchft = version_of_torchft() if TORCHFT in names else ""
     for millions, settings in settings_of.items():

@@ -1,4 +1,4 @@
-"""The script of those contenders of :mod:`benchmarks.rank_loss` that use a Trainer: a user's, which writes notes."""
+"""Script of the contenders of :mod:`benchmarks.rank_loss` that use a Trainer: a training script that records steps."""
 
 import time
 from pathlib import Path
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Layers(pl.LightningModule):
-    """Linear layers; the rank writes notes, and may die.
+    """Linear layers. The rank records its steps, and may kill itself.
 
     Args:
         job: The run.
@@ -33,28 +33,28 @@ class Layers(pl.LightningModule):
         self.notes: Notes | None = None
 
     def on_train_start(self) -> None:
-        """Begins the notes; again when the ranks of an elastic strategy have changed."""
+        """Starts the record; again after the ranks of an elastic strategy have changed."""
         self.notes = Notes(self.job)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Some loss, unless the rank dies."""
+        """Returns a loss, unless the rank kills itself."""
         assert self.notes is not None
         self.notes.die_if_due(self.global_rank, self.trainer.global_step)
         loss: Tensor = self.net(batch[1]).square().mean()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Notes the step."""
+        """Records the step."""
         assert self.notes is not None
         self.notes.step(self.trainer.global_step, self.global_rank, self.trainer.world_size, batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, with twice as much state as there are parameters."""
+        """Returns Adam, whose state has twice the size of the parameters."""
         return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
 
 
 class TimedStock(StockStrategy):
-    """Lightning's ``ddp``, which writes down how long it takes to load a checkpoint.
+    """Lightning's ``ddp``, which records the time of loading a checkpoint.
 
     Args:
         job: The run.
@@ -65,33 +65,33 @@ class TimedStock(StockStrategy):
         self.file = Path(job.directory, "loading")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads the file."""
+        """Reads the file, and records the time."""
         started = time.monotonic()
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self.note(started)
         return checkpoint
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Fills the model."""
+        """Loads the model, and records the time."""
         started = time.monotonic()
         super().load_model_state_dict(*args, **kwargs)
         self.note(started)
 
     def load_optimizer_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Fills the optimizer."""
+        """Loads the optimizer, and records the time."""
         started = time.monotonic()
         super().load_optimizer_state_dict(*args, **kwargs)
         self.note(started)
 
     def note(self, started: float) -> None:
-        """Adds the time of a part of it, on rank 0."""
+        """Records the time of a part of the loading, on rank 0."""
         if self.global_rank == 0:
             with self.file.open("a") as file:
                 file.write(f"{time.monotonic() - started}\n")
 
 
 def make_strategy(job: Job) -> Strategy:
-    """The strategy of a contender."""
+    """Returns the strategy of a contender."""
     if job.contender == SPAWN:
         return names.DDPSpawnStrategy(elastic=True, commit_every_n_steps=job.interval)
     if job.contender == RESTARTED:
@@ -100,12 +100,12 @@ def make_strategy(job: Job) -> Strategy:
 
 
 def main() -> None:
-    """Trains an epoch."""
+    """Trains for an epoch."""
     job = Job.of_this_process()
     silence_lightning()
     strategy = make_strategy(job)
     is_stock = isinstance(strategy, TimedStock)
-    # One file, written over: the cheapest that stock can do.
+    # One file that is overwritten: the cheapest setting of stock.
     saving = ModelCheckpoint(job.directory, every_n_train_steps=job.interval, save_top_k=0, save_last=True)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -120,7 +120,7 @@ def main() -> None:
         default_root_dir=job.directory,
     )
     data = DataLoader(Numbered(job.num_samples), BATCH_SIZE, shuffle=True)
-    # Stock begins anew if there is no checkpoint yet.
+    # Without a checkpoint, stock starts from the beginning.
     trainer.fit(Layers(job), data, ckpt_path="last" if is_stock else None)
 
 

@@ -1,4 +1,4 @@
-"""The script of plain torch in :mod:`benchmarks.rank_loss`: a step with DDP and nothing else. No rank dies."""
+"""Script of plain torch in :mod:`benchmarks.rank_loss`: steps with DDP and nothing else. No rank is killed."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, Job, Notes,
 
 
 def main() -> None:
-    """Trains as many steps as the others do before one dies."""
+    """Trains as many steps as the other contenders train before the kill."""
     job = Job.of_this_process()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

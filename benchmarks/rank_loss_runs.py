@@ -1,4 +1,4 @@
-"""Starts one run of a contender of :mod:`benchmarks.rank_loss`, and works out what its ranks have written."""
+"""Starts one run of a contender of :mod:`benchmarks.rank_loss`, and computes figures from the records of its ranks."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from benchmarks.rank_launcher import end_tree, free_port
 from benchmarks.rank_loss_training import NUM_RANKS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job, Step, read_steps
 
 HAS_TORCHFT = find_spec("torchft") is not None
-#: For one run, in seconds; only a hang reaches it.
+#: Time limit of one run, in seconds, which only a hang reaches.
 LIMIT_S = 400.0
 _POLL_S = 0.01
 
@@ -39,11 +39,11 @@ def run(job: Job, heartbeat_timeout_ms: int) -> dict[str, float]:
     """Trains once.
 
     Args:
-        job: The run; its directory is made here.
-        heartbeat_timeout_ms: After which torchft's lighthouse takes a silent replica for dead.
+        job: The run. This function creates its directory.
+        heartbeat_timeout_ms: Time after which torchft's lighthouse treats an unresponsive replica as exited.
 
     Returns:
-        What was measured, by name: see :func:`figures`.
+        The figures by name, see :func:`figures`.
 
     Raises:
         RuntimeError: If the run fails.
@@ -60,7 +60,7 @@ def run(job: Job, heartbeat_timeout_ms: int) -> dict[str, float]:
 
 
 def run_torchrun(script: str, *options: str, **variables: str) -> Callable[[Job, IO[str], int], None]:
-    """What runs a script under torchrun."""
+    """Returns the command that runs a script under torchrun."""
     return lambda job, output, _: wait_for([start([*TORCHRUN, *options, script, job.argument], output, **variables)])
 
 
@@ -70,9 +70,9 @@ def run_spawn(job: Job, output: IO[str], _: int) -> None:
 
 
 def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
-    """Runs two replica groups and a lighthouse, and starts a group again as soon as it is killed."""
+    """Runs two replica groups and a lighthouse, and restarts a group immediately after the kill."""
     port = free_port()
-    # As in torchft's README, but for the address.
+    # As in torchft's README, except for the address.
     options = {
         "bind": f"127.0.0.1:{port}",
         "min_replicas": 1,
@@ -81,7 +81,7 @@ def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
         "heartbeat_timeout_ms": heartbeat_timeout_ms,
     }
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    # What torchft's command `torchft_lighthouse` runs, whose path depends on how torchft was installed.
+    # The function of torchft's command `torchft_lighthouse`, whose path depends on how torchft was installed.
     script = Path(job.directory, "lighthouse.py")
     script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
     lighthouse = start([str(script), *arguments], output)
@@ -100,14 +100,14 @@ START: dict[str, Callable[[Job, IO[str], int], None]] = {
     PLAIN: run_torchrun("benchmarks.rank_loss_plain", "-m"),
     SPAWN: run_spawn,
     RESTARTED: run_torchrun("benchmarks.rank_loss_lightning", *RESTARTS),
-    # With torch 2.13 some restarts of stock wait for ever for what ranks that are gone have written to a shared store.
+    # With torch 2.13, some restarts of stock wait indefinitely, because of entries of exited ranks in a shared store.
     STOCK: run_torchrun("benchmarks.rank_loss_lightning", *RESTARTS, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
     TORCHFT: run_torchft,
 }
 
 
 def start(arguments: list[str], output: IO[str], **variables: str) -> "subprocess.Popen[bytes]":
-    """Starts this Python with arguments; its ranks have one thread each, and talk over the loopback interface."""
+    """Starts this Python with arguments. Its ranks have one thread each, and use the loopback interface."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment)
 
@@ -116,14 +116,14 @@ def wait_for(
     processes: list["subprocess.Popen[bytes]"],
     start_again: Callable[[int], "subprocess.Popen[bytes]"] | None = None,
 ) -> None:
-    """Waits for the end of all; in any case, none of them is left, nor any process they have started.
+    """Waits until all processes have exited; kills the remaining ones and their descendants after an error.
 
     Args:
-        processes: To wait for.
-        start_again: Called once, with the number of the first that was killed.
+        processes: The processes.
+        start_again: Called once, with the index of the first process that was killed.
 
     Raises:
-        RuntimeError: If one fails, or they take too long.
+        RuntimeError: If a process fails, or the time limit is reached.
     """
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -132,9 +132,9 @@ def wait_for(
                 if process.poll() == -signal.SIGKILL and start_again is not None:
                     processes[index], start_again = start_again(index), None
                 elif process.returncode:
-                    raise RuntimeError(f"It ended with exit code {process.returncode}.")
+                    raise RuntimeError(f"The process exited with code {process.returncode}.")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"It has not ended within {LIMIT_S:g} s.")
+                raise RuntimeError(f"The process has not exited within {LIMIT_S:g} s.")
             time.sleep(_POLL_S)
         if any(process.returncode for process in processes):
             raise RuntimeError("It failed.")
@@ -144,17 +144,17 @@ def wait_for(
 
 
 def figures(job: Job, steps: list[Step]) -> dict[str, float]:
-    """Works out what was measured.
+    """Computes the figures of a run.
 
     Returns:
-        ``step_ms``, the median between the ends of two steps without a commit between; ``commit_ms``, what it takes
-        longer with one. Unless it is the plain loop: ``next_s`` and ``back_s``, seconds from the kill to the end of
-        the next step of any rank, and of the first with all ranks that is as far as they were; ``redone``, samples of
-        steps that were thrown away; ``twice`` and ``lost``, samples that the training which was kept has too often, and
-        not at all; ``loading_s``, which of that stock took to load its checkpoint.
+        ``step_ms``, the median time between the ends of two steps without a commit between them; ``commit_ms``, the
+        additional time with a commit. Except for the plain loop: ``next_s`` and ``back_s``, seconds from the kill to
+        the end of the next step of any rank, and to the end of the first step with all ranks that has the number of
+        the last step before the kill; ``redone``, samples of discarded steps; ``twice`` and ``lost``, samples that the
+        final training has more than once, and not at all; ``loading_s``, the time in which stock loads its checkpoint.
     """
-    # Until the kill all ranks do the same steps; one of them says when. The first commit that has Adam's moments
-    # allocates: what counts begins after it.
+    # Until the kill, all ranks do the same steps, so the record of one suffices. The first commit with Adam's moments
+    # allocates memory, so the figures begin after it.
     ends = [step for step in steps if step.rank == 0 and not step.is_after and step.number <= job.kill_at]
     periods = [
         (before.number, after.at - before.at) for before, after in pairwise(ends) if before.number > job.interval
@@ -168,7 +168,7 @@ def figures(job: Job, steps: list[Step]) -> dict[str, float]:
 
 
 def after_kill(job: Job, steps: list[Step]) -> dict[str, float]:
-    """Works out what the kill has cost: see :func:`figures`."""
+    """Computes the costs of the kill, see :func:`figures`."""
     killed_at = float(job.killed.read_text())
     after = [step for step in steps if step.is_after or step.number > job.kill_at]
     gone_back_to = min(step.number for step in after) - 1

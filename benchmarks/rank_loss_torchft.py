@@ -1,8 +1,8 @@
-"""The script of torchft in :mod:`benchmarks.rank_loss`: a replica group of one rank, as in torchft's own example.
+"""Script of torchft in :mod:`benchmarks.rank_loss`: a replica group of one rank, as in torchft's own example.
 
     python -m benchmarks.rank_loss_torchft JOB GROUP
 
-A group that is started again begins with the first samples of its share, as there: torchft leaves the position in the
+A restarted group begins with the first samples of its shard, as in that example: torchft leaves the position in the
 data to its users.
 """
 
@@ -22,16 +22,16 @@ from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, 
 
 
 def wait_for_others(job: Job, group: int) -> None:
-    """Lets the groups begin together, or the first would train alone."""
+    """Waits for all groups, because the first group would train alone otherwise."""
     Path(job.directory, f"ready{group}").touch()
     while len(list(Path(job.directory).glob("ready*"))) < NUM_RANKS:
         time.sleep(0.01)
 
 
 def main() -> None:
-    """Trains until the steps of an epoch are done, and the group that was killed is there again."""
+    """Trains until the steps of an epoch are done and the killed group has joined again."""
     job, group = Job.of_this_process(), int(sys.argv[2])
-    # Its users start one with torchrun.
+    # Users start a group with torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def state() -> dict[str, Any]:
@@ -74,7 +74,7 @@ def main() -> None:
         optimizer.step()
         number, world_size = manager.current_step(), manager.num_participants()
         if number > done:
-            # It may take longer than the epoch until the other group is back. What is trained then is not counted.
+            # The other group may join again after the end of the epoch. Later steps are not counted.
             notes.step(number, group, world_size, indices if counts and number <= job.num_steps else None)
         if number >= job.num_steps and world_size == NUM_RANKS:
             break

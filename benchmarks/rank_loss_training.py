@@ -1,4 +1,4 @@
-"""What all contenders of :mod:`benchmarks.rank_loss` train, and what each rank writes down of it."""
+"""Training of all contenders of :mod:`benchmarks.rank_loss`, and the record that each rank writes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CONTENDERS = (PLAIN, SPAWN, RESTARTED, STOCK, TORCHFT)
 WIDTH = 1000
 BATCH_SIZE = 32
 NUM_RANKS = 2
-#: Rows that differ; data of any length lies in memory.
+#: Number of different rows; data of any length consists of these rows, in memory.
 NUM_ROWS = 1024
 LEARNING_RATE = 1e-4
 
@@ -30,10 +30,10 @@ class Job:
     """One run of one contender.
 
     Attributes:
-        directory: Where ranks write, as text.
-        contender: Its name.
-        millions: Of parameters.
-        interval: Steps between commits, or between checkpoints.
+        directory: Directory of the records, as text.
+        contender: Name of the contender.
+        millions: Number of parameters, in millions.
+        interval: Number of steps between commits, or between checkpoints.
         killed_rank: The rank that kills itself.
     """
 
@@ -45,45 +45,45 @@ class Job:
 
     @classmethod
     def of_this_process(cls) -> "Job":
-        """The job that a script of ranks was started for."""
+        """Returns the job that this script was started for."""
         return cls(**json.loads(sys.argv[1]))
 
     @property
     def argument(self) -> str:
-        """What a script of ranks is started with."""
+        """Command-line arguments of the script."""
         return json.dumps(asdict(self))
 
     @property
     def kill_at(self) -> int:
-        """Steps done before the kill: in the middle between two commits, so that what is lost is the mean."""
+        """Number of steps before the kill, in the middle between two commits, so that the loss of work is the mean."""
         return self.interval * 7 // 2
 
     @property
     def num_steps(self) -> int:
-        """Of the epoch, with two ranks."""
+        """Number of steps of the epoch, with two ranks."""
         return self.interval * 9 // 2
 
     @property
     def num_samples(self) -> int:
-        """Of the epoch."""
+        """Number of samples of the epoch."""
         return self.num_steps * NUM_RANKS * BATCH_SIZE
 
     @property
     def killed(self) -> Path:
-        """Where the rank writes when it was killed."""
+        """File in which the rank records the time of the kill."""
         return Path(self.directory, "killed")
 
     def net(self) -> nn.Module:
-        """The model, with the same weights every time."""
+        """Returns the model, with the same weights in each call."""
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.millions)))
 
 
 class Numbered(Dataset[tuple[int, Tensor]]):
-    """Samples that know their number.
+    """Samples with their indices.
 
     Args:
-        num_samples: How many.
+        num_samples: Number of samples.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -99,15 +99,15 @@ class Numbered(Dataset[tuple[int, Tensor]]):
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that a rank has done.
+    """A training step of a rank.
 
     Attributes:
-        at: When it ended, in seconds of the host's monotonic clock.
-        number: Steps done by then, as the rank counts them.
+        at: End of the step, in seconds of the host's monotonic clock.
+        number: Number of steps that are done by then, as the rank counts them.
         rank: The rank.
-        world_size: Ranks that took part.
-        is_after: Whether the rank did it after it was started anew, or went back to a commit.
-        samples: Numbers of its samples.
+        world_size: Number of ranks.
+        is_after: Whether the rank had been restarted, or had returned to a commit.
+        samples: Indices of the samples.
     """
 
     at: float
@@ -119,7 +119,7 @@ class Step:
 
 
 class Notes:
-    """What a rank writes down, one line per step: a SIGKILL leaves whole lines. Kills the rank when it is time.
+    """Record of a rank, one line per step: a SIGKILL leaves whole lines. Kills the rank at its step.
 
     Args:
         job: The run.
@@ -132,19 +132,19 @@ class Notes:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def die_if_due(self, rank: int, num_done: int) -> None:
-        """Called in each step, before its gradients are exchanged."""
+        """Kills this rank in its step. Called in each step, before gradients are exchanged."""
         if (rank, num_done) == (self._job.killed_rank, self._job.kill_at) and not self._is_after:
             self._job.killed.write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def step(self, number: int, rank: int, world_size: int, samples: Tensor | None) -> None:
-        """Called at the end of each step; without samples if those of this rank did not count."""
+        """Records a step. Called at the end of each step, without samples if the samples of this rank do not count."""
         numbers = [] if samples is None else samples.tolist()
         step = Step(time.monotonic(), number, rank, world_size, self._is_after, numbers)
         os.write(self._file, json.dumps(vars(step)).encode() + b"\n")
 
 
 def read_steps(job: Job) -> list[Step]:
-    """What all ranks have written, in the order of time."""
+    """Returns the records of all ranks, in the order of time."""
     lines = [line for path in Path(job.directory).glob("steps*") for line in path.read_text().splitlines()]
     return sorted((Step(**json.loads(line)) for line in lines), key=lambda step: step.at)

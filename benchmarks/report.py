@@ -1,7 +1,8 @@
-"""What the benchmarks share after measuring: paired statistics, the environment, tables, JSON and plots.
+"""Results of benchmarks: paired statistics, the environment, tables, JSON, and plots.
 
-Contenders take turns, round by round, so a machine that gets slower for a while slows all of them. A ratio is therefore
-taken within each round and its median reported over rounds; the ratio of two medians would let the machine in.
+Contenders alternate, round by round, so a machine that is slower for a while slows all of them. Ratios are therefore
+computed within each round, and their median over rounds is reported. The ratio of two medians would depend on the load
+of the machine.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from rich.table import Table
 from lightning_strategies_ext import __version__
 
 DEFAULT_OUTPUT = Path("benchmarks", "results")
-#: Of numbers that are none: git ignores it.
+#: Directory of the results of ``--quick``, which are no measurements; git ignores it.
 QUICK_OUTPUT = DEFAULT_OUTPUT / "quick"
-#: Runnable processes on this host before the benchmark added its own; other people's work shows in the spread.
+#: Number of runnable processes on this host before the benchmark starts its own; they increase the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Samples in short: median, quartiles, extremes and their number."""
+    """Summary of samples: median, quartiles, extremes, and their number."""
 
     median: float
     lower_quartile: float
@@ -49,7 +50,7 @@ class Spread:
         return cls(median(samples), lower, upper, min(samples), max(samples), len(samples))
 
     def text(self, digits: int = 2) -> str:
-        """The median with its quartiles, as a table shows it."""
+        """Formats the median with its quartiles, for a table."""
         return f"{self.median:.{digits}f} [{self.lower_quartile:.{digits}f}, {self.upper_quartile:.{digits}f}]"
 
 
@@ -57,23 +58,23 @@ def parse(parser: argparse.ArgumentParser, quick: str, **smaller: object) -> arg
     """Parses the command line of a benchmark that has ``--quick`` and ``--output``, too.
 
     Args:
-        parser: Has its other arguments.
-        quick: What is measured with ``--quick``, in words.
-        **smaller: What other arguments are then.
+        parser: Parser with the other arguments.
+        quick: Description of the measurement with ``--quick``.
+        **smaller: Values of other arguments with ``--quick``.
     """
-    parser.add_argument("--quick", action="store_true", help=f"{quick}: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, to check that the program runs")
     where = f"directory of the JSON and the plot: {DEFAULT_OUTPUT}, or with --quick {QUICK_OUTPUT}"
     parser.add_argument("--output", type=Path, help=where)
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(smaller)
-    if not getattr(arguments, "against", None):  # it has a directory of its own
+    if not getattr(arguments, "against", None):  # it has a separate directory
         arguments.output = arguments.output or (QUICK_OUTPUT if arguments.quick else DEFAULT_OUTPUT)
     return arguments
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """The ratio within each round, over the rounds.
+    """Returns the ratios within each round, summarized over the rounds.
 
     Args:
         numerators: One sample per round.
@@ -83,21 +84,21 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def of_slowest_rank(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Merges what the ranks measured, name by name: a job is as slow, in each round, as its slowest rank."""
+    """Merges the measurements of the ranks by name: in each round, a job is as slow as its slowest rank."""
     return {
         name: [max(samples) for samples in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]
     }
 
 
 def rotated(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of the contenders in a round: each is first equally often, and follows each other one."""
+    """Returns the order of the contenders in a round: each is first equally often, and follows each other contender."""
     start = round_index % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if (round_index // len(names)) % 2 else order
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to know of the machine and the software; names no host and no path."""
+    """Describes the machine and the software, without names of hosts and paths."""
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "python": platform.python_version(),
@@ -112,7 +113,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The name of the processor, as the operating system gives it."""
+    """Returns the name of the processor from the operating system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -122,27 +123,27 @@ def cpu_model() -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
-    """Prints a table, its first column to the left, with the environment below it."""
+    """Prints a table with a left-aligned first column, and the environment below it."""
     about = ", ".join(f"{name} {value}" for name, value in environment().items())
     below = "\n".join(filter(None, [caption, about]))
-    # Escaped, since rich takes what stands in brackets for markup.
+    # Escaped, because rich parses brackets as markup.
     table = Table(title=escape(title), caption=escape(below), caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    # Into a file or a pipe rich would fold the table at 80 columns.
+    # In a file or a pipe, rich would wrap the table at 80 columns.
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 def print_goals(goals: Sequence[dict[str, Any]]) -> None:
-    """Prints what was to be reached beside what was.
+    """Prints the goals with the reached values.
 
     Args:
-        goals: Each with ``goal``, ``case``, ``wanted``, ``reached`` and ``is_met``.
+        goals: Goals, each with ``goal``, ``case``, ``wanted``, ``reached`` and ``is_met``.
     """
     print_table(
-        "Goals, beside the medians that were reached",
+        "Goals, with the medians that were reached",
         ["goal", "case", "wanted", "reached", ""],
         [
             [
@@ -170,12 +171,12 @@ class Panel:
     """One plot of a figure: for every label, a point with its spread from each series.
 
     Attributes:
-        axis: What the numbers are, with their unit.
-        labels: Rows, from top to bottom.
+        axis: Label of the axis, with the unit.
+        labels: Labels of the rows, from top to bottom.
         series: Name → one spread per label.
-        line_at: Where a line shows equality or a budget, if anywhere.
-        line_label: What the line is.
-        is_logarithmic: Whether the axis is.
+        line_at: Position of a line that shows equality or a budget; None for no line.
+        line_label: Label of the line.
+        is_logarithmic: Whether the axis is logarithmic.
     """
 
     axis: str
@@ -213,10 +214,10 @@ class Curves:
     """One plot of a figure of curves, both axes logarithmic: medians, and bands from quartile to quartile.
 
     Attributes:
-        title: What it is about.
-        x_axis: What runs to the right, with its unit.
-        y_axis: What the numbers are, with their unit.
-        x: Where the points stand.
+        title: Title of the plot.
+        x_axis: Label of the x axis, with the unit.
+        y_axis: Label of the y axis, with the unit.
+        x: Positions of the points.
         series: Name → one spread per point.
     """
 
@@ -228,7 +229,7 @@ class Curves:
 
 
 def draw_curves(directory: Path, name: str, title: str, rows: Sequence[Sequence[Curves]]) -> Path:
-    """Draws rows of plots, equally many in each, into ``<directory>/<name>.png``."""
+    """Draws rows of plots, with equally many plots in each row, into ``<directory>/<name>.png``."""
     import matplotlib
 
     matplotlib.use("Agg")

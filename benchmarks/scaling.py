@@ -1,26 +1,27 @@
 """Step time and efficiency for 2 to 4,096 ranks, predicted from latency, bandwidth and computation.
 
-    python -m benchmarks.scaling            # measures here, predicts, and holds predictions against measured steps
+    python -m benchmarks.scaling            # measures here, predicts, and compares predictions with measured steps
     python -m benchmarks.scaling --quick
     python -m benchmarks.scaling --latency-us 30 --bandwidth-gbit 10 100 --compute-ms 300 --parameters 1e8
 
-The last one takes a cluster's numbers, and only predicts.
+The last command takes the figures of a cluster, and only predicts.
 
 The model is that of :mod:`benchmarks.scaling_model`: alpha + n * beta seconds per message, algorithms that are sums of
-messages, and buckets of gradients that are exchanged beside the backward pass or after it. Efficiency is that of weak
-scaling: the step of one rank alone over the step of all.
+messages, and buckets of gradients that are exchanged during the backward pass or after it. Efficiency is the efficiency
+of weak scaling: the step time of one rank alone over the step time of all ranks.
 
-How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, on 2 and 4
-hosts over gloo, and two on each of 2 hosts by two levels. Hosts are network namespaces whose cables are held to a rate,
-which takes root (see :mod:`benchmarks.network_namespaces`); without, they are left out. In the same processes alpha and
-beta are fitted to all-reduces of several sizes, never to steps; those between two hosts are used for four as well.
-Ranks here share two cores, so the computation is measured with as many ranks computing at once: the same training with
-a hook that exchanges nothing, in turn with the others, round by round. What compressing takes is measured by itself. An
-error is a part of the measured median; 15 % are allowed.
+Comparison with measurements: ranks train with ``ddp_ext``, 2, 4, and 8 ranks on this host over ``shm``, ranks on 2 and
+4 hosts over gloo, and two ranks on each of 2 hosts with a hierarchical exchange. Hosts are network namespaces with a
+limited network rate, which requires root (see :mod:`benchmarks.network_namespaces`). Otherwise, these cases are
+omitted. In the same processes, alpha and beta are fitted to all-reduces of several sizes, never to steps. The values of
+two hosts are also used for four hosts. Ranks here share two cores, so the computation is measured while the same number
+of ranks computes: the same training with a hook that exchanges nothing, in turn with the others, round by round. The
+time of compression is measured separately. Errors are relative to the measured median; 15 % are allowed.
 
-Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
-nothing overlaps, nor where an exchange of several hosts begins inside each of them, or computes between messages as
-PowerSGD's does; that is this machine, not the model.
+Ranks of one host exchange on the cores that compute. For them, alpha and beta are therefore measured with all ranks at
+the same time, and exchanges do not overlap with computation. The same holds for exchanges between hosts that begin with
+an exchange inside each host, or compute between messages, as PowerSGD does. This is a property of this machine, not of
+the model.
 """
 
 import argparse
@@ -49,9 +50,9 @@ from benchmarks.scaling_tables import (
     show_predictions,
 )
 
-#: Bytes. Of fewer than some hundred, gloo's ring has empty parts, which it does not send.
+#: Message sizes in bytes. Below some hundred bytes, gloo's ring has empty parts, which it does not send.
 SIZES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**25)
-#: Hosts, ranks per host, what is exchanged there.
+#: Number of hosts, number of ranks per host, exchanges.
 CASES = (
     (1, 1, ()),
     (1, 2, (PLAIN,)),
@@ -62,35 +63,47 @@ CASES = (
     (2, 2, (PLAIN, BF16)),
 )
 QUICK_CASES = ((1, 1, ()), (1, 2, (PLAIN,)), (2, 1, (PLAIN, BF16)))
-#: Columns of PowerSGD's thin matrices, by default.
+#: Default number of columns of PowerSGD's thin matrices.
 POWERSGD_RANK = 2
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cluster = parser.add_argument_group("a cluster's numbers; the first four together")
-    cluster.add_argument("--latency-us", type=float, help="of a message between hosts, in microseconds")
-    cluster.add_argument("--bandwidth-gbit", type=float, nargs="+", help="of a host's cable, in 10^9 bits per second")
-    cluster.add_argument("--compute-ms", type=float, help="of a step without exchanges, in milliseconds")
-    cluster.add_argument("--parameters", type=float, help="of the model, in float32")
+    cluster = parser.add_argument_group("figures of a cluster; the first four are required together")
+    cluster.add_argument("--latency-us", type=float, help="latency of a message between hosts, in microseconds")
+    cluster.add_argument("--bandwidth-gbit", type=float, nargs="+", help="bandwidth of a host, in 10^9 bits per second")
+    cluster.add_argument("--compute-ms", type=float, help="computation of a step without exchanges, in milliseconds")
+    cluster.add_argument("--parameters", type=float, help="number of parameters of the model, in float32")
     cluster.add_argument("--ranks-per-host", type=int, default=8)
-    cluster.add_argument("--inside-latency-us", type=float, default=5, help="of a message inside a host")
-    cluster.add_argument("--inside-bandwidth-gbit", type=float, default=200, help="of a rank to another of its host")
-    cluster.add_argument("--backward-share", type=float, default=2 / 3, help="of the step without exchanges")
-    cluster.add_argument("--matrix-width", type=float, default=1024, help="of square matrices, for PowerSGD")
-    cluster.add_argument("--powersgd-ms", type=float, default=0, help="what compressing adds to a step")
-    cluster.add_argument("--between", choices=["ring", "tree"], default="ring", help="gloo has rings only")
-    here = parser.add_argument_group("what is measured here")
-    here.add_argument("--rate", type=float, default=1000, help="of a cable, in megabits per second; 0 for no limit")
+    cluster.add_argument("--inside-latency-us", type=float, default=5, help="latency of a message inside a host")
+    cluster.add_argument(
+        "--inside-bandwidth-gbit", type=float, default=200, help="bandwidth between two ranks of a host"
+    )
+    cluster.add_argument(
+        "--backward-share", type=float, default=2 / 3, help="share of the backward pass in the step without exchanges"
+    )
+    cluster.add_argument("--matrix-width", type=float, default=1024, help="width of square matrices, for PowerSGD")
+    cluster.add_argument("--powersgd-ms", type=float, default=0, help="time of compression per step")
+    cluster.add_argument(
+        "--between", choices=["ring", "tree"], default="ring", help="algorithm between hosts; gloo has rings only"
+    )
+    here = parser.add_argument_group("measurements on this machine")
+    here.add_argument("--rate", type=float, default=1000, help="rate of a host, in megabits per second; 0 for no limit")
     here.add_argument("--rounds", type=int, default=3)
-    here.add_argument("--width", type=int, default=1024, help="of the layers of the model")
+    here.add_argument("--width", type=int, default=1024, help="width of the layers of the model")
     here.add_argument("--layers", type=int, default=6, help="of that width")
     here.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     here.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
-    here.add_argument("--timeout", type=float, default=600, help="of a case, in seconds")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096], help="for what to choose")
-    parser.add_argument("--enough", type=float, default=0.9, help="efficiency that is, for what to choose")
+    here.add_argument("--timeout", type=float, default=600, help="time limit of a case, in seconds")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[16, 64, 256, 1024, 4096],
+        help="numbers of ranks of the recommendations",
+    )
+    parser.add_argument("--enough", type=float, default=0.9, help="efficiency that the recommendations require")
     arguments = parse(parser, "one round of a small model", rounds=1, width=256, layers=4)
     given = [arguments.latency_us, arguments.bandwidth_gbit, arguments.compute_ms, arguments.parameters]
     if any(one is not None for one in given) and None in given:
@@ -101,7 +114,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def trainings_of(arguments: argparse.Namespace) -> dict[str, Training]:
-    """A cluster's, by network."""
+    """Returns the trainings of a cluster, by network."""
     seconds, num_bytes = arguments.compute_ms / 1e3, 4 * arguments.parameters
     width = arguments.matrix_width
     compressions = Compressions(
@@ -140,21 +153,21 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 def measure_all(arguments: argparse.Namespace, job: Job) -> list[Case]:
-    """Measures all cases that can be had here."""
+    """Measures all cases that this machine permits."""
     cases = []
     for num_hosts, num_ranks, exchanges in QUICK_CASES if arguments.quick else CASES:
         one = Job(**{**vars(job), "num_hosts": num_hosts, "num_ranks": num_ranks, "exchanges": exchanges})
         try:
             cases.append(measure(one, arguments.rate, arguments.timeout))
         except NoHostsError as error:
-            print(f"left out, {num_hosts} hosts: {error}", file=sys.stderr, flush=True)
+            print(f"omitted, {num_hosts} hosts: {error}", file=sys.stderr, flush=True)
         else:
             print(f"measured {cases[-1].label}", file=sys.stderr, flush=True)
     return cases
 
 
 def measure_and_predict(arguments: argparse.Namespace) -> None:
-    """Measures here, predicts, and holds one against the other."""
+    """Measures on this machine, predicts, and compares predictions with measurements."""
     sizes = SIZES[:-2] if arguments.quick else SIZES
     model = arguments.width, arguments.layers, arguments.batch_size, arguments.bucket_mb
     job = Job(1, 1, (), arguments.rounds, sizes, *model)
@@ -167,7 +180,7 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
         case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values() if not case.has_two_levels
     }
     inside = by_shape[1, 2].link()
-    # Where no hosts can be had, they are as good as ranks are to each other.
+    # Without namespaces, links between hosts are taken to equal links between ranks of a host.
     between = by_shape[2, 1].link() if (2, 1) in by_shape else inside
 
     def training_of(case: Case) -> Training:
@@ -208,7 +221,7 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures or takes numbers, then prints, writes and draws."""
+    """Measures, or reads figures; prints the tables, writes the JSON file, and draws the plots."""
     os.environ["OMP_NUM_THREADS"] = "1"
     arguments = parse_arguments()
     if arguments.latency_us is None:

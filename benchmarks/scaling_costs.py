@@ -1,8 +1,9 @@
-"""What each exchange of ``ddp_ext`` costs on a cluster, by the formulae of :mod:`benchmarks.scaling_model`.
+"""Cost of each exchange of ``ddp_ext`` on a cluster, by the formulae of :mod:`benchmarks.scaling_model`.
 
-Plain gradients go around one ring over all ranks over gloo; a tree and two levels are what other libraries do, and
-``process_group_backend="shm"`` in its own way. Whatever compresses works at two levels, see ``docs/compression.md``:
-gradients are added up inside a host as they are, and each of its ranks carries a share between the hosts.
+Plain gradients are exchanged in one ring over all ranks over gloo. Other libraries use trees and hierarchical
+exchanges, as ``process_group_backend="shm"`` does in its own way. Compressed exchanges are hierarchical, see
+``docs/compression.md``: gradients are summed inside a host without compression, and each rank of the host exchanges a
+share with other hosts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,27 +26,27 @@ from lightning_strategies_ext.shm.one_shot import is_short
 
 RING, TREE, TWO_LEVELS = "plain, ring", "plain, tree", "plain, two levels"
 BF16, POWERSGD, TOPK, LOCALSGD = "bf16", "powersgd", "topk", "localsgd"
-#: All that is predicted. DiLoCo exchanges what local SGD does.
+#: All predicted exchanges. DiLoCo exchanges the same as local SGD.
 EXCHANGES = (RING, TREE, TWO_LEVELS, BF16, POWERSGD, TOPK, LOCALSGD)
-#: Of those, from what changes the training least to what changes it most.
+#: Recommended exchanges, ordered by their effect on the training, smallest first.
 BY_LOSS = (("plain", (RING, TWO_LEVELS)), (BF16, (BF16,)), (POWERSGD, (POWERSGD,)), (LOCALSGD, (LOCALSGD,)))
 
 _FLOAT_NUM_BYTES = 4
 
-#: Seconds of an all-reduce: ranks, bytes, link.
+#: Function that returns the seconds of an all-reduce: number of ranks, bytes, link.
 AllReduce = Callable[[int, float, Link], float]
 
 
 @dataclass(frozen=True)
 class Compressions:
-    """What is exchanged in place of gradients, and what making it costs.
+    """Parameters and costs of compressed exchanges.
 
     Attributes:
         thin_share: Elements of PowerSGD's messages over elements of the gradients, see :func:`thin_share`.
-        topk_fraction: Of the gradients, that are sent; each with its place, so that it costs twice the bytes.
-        period: Steps from one exchange of models to the next.
-        seconds: Exchange → what compressing and restoring the gradients of one step takes, on the cores that compute; 0
-            where it is not named.
+        topk_fraction: Fraction of the gradients that is sent; each with its index, which doubles the bytes.
+        period: Number of steps between two exchanges of models.
+        seconds: Exchange → seconds of compressing and restoring the gradients of one step, on the cores that compute; 0
+            for exchanges without an entry.
     """
 
     thin_share: float
@@ -55,11 +56,11 @@ class Compressions:
 
 
 def thin_share(shapes: Iterable[Sequence[int]], rank: int) -> float:
-    """Elements that PowerSGD sends over elements of the gradients: matrices as two thin ones, others as they are.
+    """Returns the ratio of the elements that PowerSGD sends to the elements of the gradients.
 
     Args:
-        shapes: Of the parameters; what comes after the first number is multiplied.
-        rank: Columns of the thin matrices.
+        shapes: Shapes of the parameters; dimensions after the first are merged.
+        rank: Number of columns of the thin matrices.
     """
     sent = whole = 0
     for rows, *others in shapes:
@@ -74,17 +75,17 @@ def thin_share(shapes: Iterable[Sequence[int]], rank: int) -> float:
 def costs_of(
     name: str, cluster: Cluster, num_bytes: float, given: Compressions, all_reduce: AllReduce = ring
 ) -> tuple[Cost, float]:
-    """What an exchange costs.
+    """Returns the cost of an exchange.
 
     Args:
         name: One of :data:`EXCHANGES`.
         cluster: The ranks.
-        num_bytes: Of all gradients, which is that of the model too.
-        given: For those that compress.
-        all_reduce: What those that have two levels do between hosts.
+        num_bytes: Number of bytes of all gradients, and of the model.
+        given: Parameters of compressed exchanges.
+        all_reduce: All-reduce between hosts, for hierarchical exchanges.
 
     Returns:
-        The cost of a bucket, and seconds per step that come on top.
+        The cost of a bucket, and additional seconds per step.
     """
     rare_s = given.seconds.get(name, 0.0)
     if name == RING:
@@ -95,7 +96,7 @@ def costs_of(
         return _local(cluster, num_bytes, given, all_reduce)
 
     def thin(num_ranks: int, size: float, link: Link) -> float:
-        # Over gloo, each rank sends what is short to all others, and adds up for itself.
+        # Over gloo, each rank sends short messages to all other ranks, which sum them.
         num_sharing = cluster.ranks_per_host if cluster.num_hosts > 1 else 1
         is_one_shot = all_reduce is ring and is_short(size, num_ranks, num_sharing)
         return (all_gather if is_one_shot else all_reduce)(num_ranks, size, link)
@@ -107,20 +108,20 @@ def costs_of(
         TOPK: lambda p, size, link: all_gather(p, 2 * given.topk_fraction * size, link),
     }
     exchange = between[name]
-    if cluster.num_hosts == 1:  # all ranks are at one level, which is the one that compresses
+    if cluster.num_hosts == 1:  # with one rank per host, all ranks take part in the compressed exchange
         return (lambda size: exchange(cluster.num_ranks, size, cluster.inside)), rare_s
     return (lambda size: two_levels(cluster, size, exchange)), rare_s
 
 
 def _tree(cluster: Cluster, num_bytes: float) -> float:
-    """Halving and doubling over all ranks, the nearest partners first: by then only a share has to leave the host."""
+    """Returns the seconds of halving and doubling, nearest peers first, so that hosts exchange only shares."""
     inside_s = halving_doubling(cluster.ranks_per_host, num_bytes, cluster.inside)
     cable = cluster.between.shared_by(cluster.ranks_per_host)
     return inside_s + halving_doubling(cluster.num_hosts, num_bytes / cluster.ranks_per_host, cable)
 
 
 def _local(cluster: Cluster, num_bytes: float, given: Compressions, all_reduce: AllReduce) -> tuple[Cost, float]:
-    """Gradients inside each host if there are several, in each step; models between all, once in a period."""
+    """Returns the cost of an exchange of gradients inside each host in each step, and of models once per period."""
     models, _ = costs_of(TWO_LEVELS, cluster, num_bytes, given, all_reduce)
     rare_s = models(num_bytes) / given.period + given.seconds.get(LOCALSGD, 0.0)
     if cluster.num_hosts == 1:
@@ -130,18 +131,18 @@ def _local(cluster: Cluster, num_bytes: float, given: Compressions, all_reduce: 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and on what.
+    """A training on a cluster.
 
     Attributes:
         alone_s: Seconds of a step of one rank alone.
-        computation: While as many compute as there are on a host, and meet in each step.
-        num_bytes: Of the gradients.
-        ranks_per_host: If there are as many.
+        computation: Computation while all ranks of a host compute, and synchronize in each step.
+        num_bytes: Number of bytes of the gradients.
+        ranks_per_host: Number of ranks per host.
         inside: Link between ranks of a host.
-        between: Cable of a host.
-        compressions: What is exchanged by those that compress.
-        all_reduce: Between hosts, of those that have two levels.
-        apart: The computation of ranks that do not meet in each step, as those of local SGD; the same if None.
+        between: Link of a host to the network.
+        compressions: Parameters of compressed exchanges.
+        all_reduce: All-reduce between hosts, for hierarchical exchanges.
+        apart: Computation of ranks that do not synchronize in each step, such as ranks of local SGD; the same if None.
     """
 
     alone_s: float
@@ -155,12 +156,12 @@ class Training:
     apart: Computation | None = None
 
     def step_s(self, name: str, num_ranks: int, *, overlaps: bool) -> float:
-        """Seconds of a step.
+        """Returns the seconds of a step.
 
         Args:
             name: One of :data:`EXCHANGES`.
-            num_ranks: Of all hosts.
-            overlaps: Whether exchanges go on beside the backward pass.
+            num_ranks: Number of ranks on all hosts.
+            overlaps: Whether exchanges overlap with the backward pass.
         """
         cluster = Cluster.of_ranks(num_ranks, self.ranks_per_host, self.inside, self.between)
         cost, rare_s = costs_of(name, cluster, self.num_bytes, self.compressions, self.all_reduce)
@@ -168,18 +169,18 @@ class Training:
         return step(computation, cost, rare_s, overlaps=overlaps)
 
     def efficiency(self, name: str, num_ranks: int, *, overlaps: bool = True) -> float:
-        """Of weak scaling."""
+        """Returns the efficiency of weak scaling."""
         return efficiency(self.alone_s, self.step_s(name, num_ranks, overlaps=overlaps))
 
     def choice(self, num_ranks: int, enough: float) -> tuple[str, float]:
-        """The exchange that changes the training least, of those that are efficient enough; else the fastest.
+        """Returns the efficient exchange with the smallest effect on the training, or the fastest if none is efficient.
 
         Args:
-            num_ranks: Of all hosts.
-            enough: The efficiency that is.
+            num_ranks: Number of ranks on all hosts.
+            enough: Smallest accepted efficiency.
 
         Returns:
-            Its name, and its efficiency.
+            Name and efficiency of the exchange.
         """
         reached = {label: max(self.efficiency(name, num_ranks) for name in names) for label, names in BY_LOSS}
         good = [label for label in reached if reached[label] >= enough]

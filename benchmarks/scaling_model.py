@@ -1,12 +1,12 @@
-"""What exchanges and training steps cost by the alpha-beta model: pure functions, which measure nothing.
+"""Costs of exchanges and training steps by the alpha-beta model: pure functions without measurements.
 
 A message of n bytes takes alpha + n * beta seconds: a latency, and a time per byte (Hockney 1994, "The communication
-challenge for MPP: Intel Paragon and Meiko CS-2"). An algorithm takes the sum over the messages that one rank sends one
-after the other. What adding up costs is not told apart from sending: where links are measured by all-reduces, beta has
-it.
+challenge for MPP: Intel Paragon and Meiko CS-2"). An algorithm takes the sum over the messages that one rank sends
+consecutively. The cost of additions is not separate from the cost of sending: if links are measured by all-reduces,
+beta contains it.
 
-What the model does not know: switches that other traffic shares, ranks that are late by chance, and messages too short
-for a link to reach its rate.
+Limitations: the model contains no switches with other traffic, no random delays of ranks, and no messages that are too
+short for a link to reach its rate.
 
 Sources:
     Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-#: What DDP exchanges at once: a first bucket of 1 MiB, then those of 25 MiB.
+#: Bucket sizes of DDP: a first bucket of 1 MiB, then buckets of 25 MiB.
 FIRST_BUCKET_NUM_BYTES, BUCKET_NUM_BYTES = 2**20, 25 * 2**20
 
-#: Seconds that an exchange of so many bytes of gradients takes.
+#: Function that returns the seconds of an exchange of a number of bytes of gradients.
 Cost = Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two ranks.
+    """Link between two ranks.
 
     Attributes:
-        latency_s: alpha, seconds per message, however short.
+        latency_s: alpha, seconds per message of any length.
         s_per_byte: beta, seconds per byte.
     """
 
@@ -38,30 +38,30 @@ class Link:
 
     @classmethod
     def of(cls, latency_us: float, bandwidth_gbit: float) -> "Link":
-        """From microseconds and gigabits (10^9) per second."""
+        """Creates a link from microseconds and gigabits (10^9) per second."""
         return cls(latency_us * 1e-6, 8e-9 / bandwidth_gbit)
 
     @property
     def latency_us(self) -> float:
-        """Microseconds per message."""
+        """Number of microseconds per message."""
         return self.latency_s * 1e6
 
     @property
     def bandwidth_gbit(self) -> float:
-        """Gigabits (10^9) per second."""
+        """Number of gigabits (10^9) per second."""
         return 8e-9 / self.s_per_byte
 
     def shared_by(self, num_ranks: int) -> "Link":
-        """What each of several ranks has of it that send at once: the latency, and its share of the bandwidth."""
+        """Returns the link of each rank if several send at the same time: the latency, and a share of the bandwidth."""
         return replace(self, s_per_byte=self.s_per_byte * num_ranks)
 
     def messages_s(self, num_messages: float, num_bytes: float) -> float:
-        """Seconds for messages, one after the other, of so many bytes altogether."""
+        """Returns the seconds of consecutive messages with a total number of bytes."""
         return num_messages * self.latency_s + num_bytes * self.s_per_byte
 
 
 class Sample(NamedTuple):
-    """What was measured of an exchange: messages and bytes that a rank sends one after the other, and seconds."""
+    """Measurement of an exchange: messages and bytes that a rank sends consecutively, and seconds."""
 
     num_messages: float
     num_bytes: float
@@ -69,19 +69,19 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Link:
-    """The link that explains samples best: least squares of what the model misses, relative to what was measured.
+    """Fits a link to samples: least squares of the relative errors of the model.
 
-    Relative, or the longest messages alone would decide, and alpha would be what is left of them.
+    With absolute errors, the longest messages would determine the result, and alpha would be their residual.
 
     Raises:
-        ValueError: If there are not two different sizes.
+        ValueError: If the samples do not have two different sizes.
     """
     rows = [(one.num_messages / one.seconds, one.num_bytes / one.seconds) for one in samples]
     mm, mb, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     m, b = (sum(row[i] for row in rows) for i in (0, 1))
     determinant = mm * bb - mb * mb
     if determinant <= 1e-12 * mm * bb:
-        raise ValueError("a link is known by messages of at least two different sizes")
+        raise ValueError("the fit of a link requires messages of at least two different sizes")
     latency_s, s_per_byte = (bb * m - mb * b) / determinant, (mm * b - mb * m) / determinant
     if latency_s < 0:
         return Link(0.0, b / bb)
@@ -89,44 +89,44 @@ def fit(samples: Sequence[Sample]) -> Link:
 
 
 def ring(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds of an all-reduce in a ring.
+    """Returns the seconds of an all-reduce in a ring.
 
-    Each rank passes on 1/p of the bytes p - 1 times while they are added up, and p - 1 times while the sums go round:
-    the fewest bytes that a rank can send, and the most messages (Patarasuk and Yuan 2009).
+    Each rank sends 1/p of the bytes p - 1 times to sum them, and p - 1 times to distribute the sums: the smallest
+    number of bytes that a rank can send, and the largest number of messages (Patarasuk and Yuan 2009).
 
     Args:
         num_ranks: p.
-        num_bytes: Of what each rank has.
-        link: Between neighbours. Of hosts with several ranks each it is the cable, if neighbours in the ring are
-            neighbours on their host: then one rank of a host sends by it, and all wait for that.
+        num_bytes: Number of bytes of each rank.
+        link: Link between neighbors. For hosts with several ranks each, it is the network link, if neighbors in the
+            ring are on the same host: one rank of a host sends over this link, and all ranks wait for it.
     """
     return 2 * all_gather(num_ranks, num_bytes / num_ranks, link)
 
 
 def all_gather(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds until each rank has what all have, passed on in a ring: what arrives grows with the number of ranks.
+    """Returns the seconds of an all-gather in a ring.
 
-    Read backwards it is a reduce-scatter of ``num_ranks * num_bytes``, which takes as long (Thakur et al. 2005).
+    A reduce-scatter of ``num_ranks * num_bytes`` takes the same time (Thakur et al. 2005).
 
     Args:
         num_ranks: p.
-        num_bytes: Of what each rank has to give.
-        link: Between neighbours.
+        num_bytes: Number of bytes that each rank sends to all others.
+        link: Link between neighbors.
     """
     return link.messages_s(num_ranks - 1, (num_ranks - 1) * num_bytes)
 
 
 def halving_doubling(num_ranks: int, num_bytes: float, link: Link) -> float:
-    """Seconds of an all-reduce by a tree: recursive halving, then recursive doubling (Thakur et al. 2005).
+    """Returns the seconds of an all-reduce in a tree: recursive halving, then recursive doubling (Thakur et al. 2005).
 
-    Partners at distance 1, 2, 4, ... exchange a half, a quarter, an eighth of the bytes, and bring the sums together in
-    the opposite order: the bytes of a ring in 2·log2(p) messages. Ranks beyond the largest power of two give theirs to
-    a partner first, and are given the sums at the end.
+    Peers at distance 1, 2, 4, ... exchange a half, a quarter, an eighth of the bytes, and gather the sums in the
+    opposite order: the bytes of a ring in 2·log2(p) messages. Ranks beyond the largest power of two first send their
+    bytes to a peer, and receive the sums at the end.
 
     Args:
         num_ranks: p.
-        num_bytes: Of what each rank has.
-        link: Between any two, all at once.
+        num_bytes: Number of bytes of each rank.
+        link: Link between any two ranks while all ranks send.
     """
     num_doublings = num_ranks.bit_length() - 1
     power = 2**num_doublings
@@ -139,10 +139,10 @@ class Cluster:
     """Hosts with the same number of ranks each.
 
     Attributes:
-        num_hosts: Of them.
-        ranks_per_host: On each.
-        inside: Between ranks of a host.
-        between: The cable of a host, which all of its ranks share.
+        num_hosts: Number of hosts.
+        ranks_per_host: Number of ranks per host.
+        inside: Link between ranks of a host.
+        between: Link of a host to the network, which all of its ranks share.
     """
 
     num_hosts: int
@@ -152,38 +152,38 @@ class Cluster:
 
     @classmethod
     def of_ranks(cls, num_ranks: int, ranks_per_host: int, inside: Link, between: Link) -> "Cluster":
-        """As many hosts as are needed, or a part of one.
+        """Creates a cluster with a number of ranks, on the necessary number of hosts or a part of one host.
 
         Raises:
             ValueError: If the last host would have fewer ranks than the others.
         """
         on_each = min(num_ranks, ranks_per_host)
         if num_ranks % on_each:
-            raise ValueError(f"{num_ranks} ranks are no whole number of hosts with {on_each} ranks each")
+            raise ValueError(f"{num_ranks} ranks do not fill a whole number of hosts with {on_each} ranks each")
         return cls(num_ranks // on_each, on_each, inside, between)
 
     @property
     def num_ranks(self) -> int:
-        """Of all hosts."""
+        """Number of ranks on all hosts."""
         return self.num_hosts * self.ranks_per_host
 
     @property
     def slowest(self) -> Link:
-        """The link that a ring over all ranks waits for."""
+        """Slowest link of a ring over all ranks."""
         return self.between if self.num_hosts > 1 else self.inside
 
 
 def two_levels(cluster: Cluster, num_bytes: float, between: Callable[[int, float, Link], float] | None = None) -> float:
-    """Seconds of an all-reduce that adds up inside each host, exchanges between hosts, and spreads inside.
+    """Returns the seconds of a hierarchical all-reduce: a sum inside each host, an exchange between hosts, a broadcast.
 
-    A reduce-scatter leaves each rank of a host with a share of the sums; each carries its share between the hosts, all
-    at once, so that each has a share of the cable; an all-gather brings the shares together.
+    After a reduce-scatter, each rank of a host has a share of the sums. All ranks exchange their shares between hosts
+    at the same time, so that each has a share of the network link. An all-gather collects the shares inside each host.
 
     Args:
         cluster: The ranks.
-        num_bytes: Of what each rank has.
-        between: Seconds for the exchange between so many hosts, of a share of so many bytes, over a link; a ring's if
-            None. One that compresses is given the bytes before that.
+        num_bytes: Number of bytes of each rank.
+        between: Function that returns the seconds of the exchange of a share between hosts: number of hosts, bytes
+            before compression, link. None for a ring.
     """
     share = num_bytes / cluster.ranks_per_host
     inside_s = 2 * all_gather(cluster.ranks_per_host, share, cluster.inside)
@@ -193,7 +193,7 @@ def two_levels(cluster: Cluster, num_bytes: float, between: Callable[[int, float
 
 
 class Bucket(NamedTuple):
-    """Gradients that are exchanged at once: their bytes, and the seconds after which the backward pass has them."""
+    """Gradients that are exchanged together: their bytes, and the seconds until the backward pass has computed them."""
 
     num_bytes: float
     ready_s: float
@@ -201,12 +201,12 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """A step of one rank while as many compute at once as will, without what they exchange.
+    """A step of one rank without exchanges, while the other ranks compute.
 
     Attributes:
-        rest_s: Seconds of all that is no backward pass: batches, forward pass, optimizer.
+        rest_s: Seconds outside the backward pass: batches, forward pass, optimizer.
         backward_s: Seconds of the backward pass.
-        buckets: In the order of their exchange.
+        buckets: Buckets in the order of their exchange.
     """
 
     rest_s: float
@@ -215,12 +215,12 @@ class Computation:
 
     @classmethod
     def of(cls, seconds: float, num_bytes: float, backward_share: float = 2 / 3) -> "Computation":
-        """A step whose backward pass brings forth gradients at an even pace.
+        """Creates a step whose backward pass computes gradients at a constant rate.
 
         Args:
-            seconds: Of the step.
-            num_bytes: Of the gradients, in buckets of DDP's default sizes.
-            backward_share: How much of the step the backward pass takes; it is about twice as long as the forward pass.
+            seconds: Duration of the step.
+            num_bytes: Number of bytes of the gradients, in buckets of DDP's default sizes.
+            backward_share: Share of the backward pass in the step; it takes about twice the time of the forward pass.
         """
         backward_s, buckets, done = backward_share * seconds, [], 0.0
         for size in bucket_sizes(num_bytes):
@@ -230,12 +230,12 @@ class Computation:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Number of seconds of the step."""
         return self.rest_s + self.backward_s
 
 
 def bucket_sizes(num_bytes: float) -> Iterable[float]:
-    """How DDP divides gradients: a short bucket, so that the exchange begins early, long ones, and what is left."""
+    """Returns the bucket sizes of DDP: a small first bucket, so that the exchange starts early, and larger buckets."""
     limit: float = FIRST_BUCKET_NUM_BYTES
     while num_bytes > 0:
         yield min(limit, num_bytes)
@@ -244,27 +244,28 @@ def bucket_sizes(num_bytes: float) -> Iterable[float]:
 
 
 def contended(compute_s: float, num_ranks: int, num_cores: int) -> float:
-    """Seconds of a computation of one thread per rank, if ranks share the cores of a host and nothing else.
+    """Returns the seconds of a computation with one thread per rank, if ranks share only the cores of a host.
 
     Args:
-        compute_s: Of one rank alone.
-        num_ranks: On the host.
-        num_cores: Of the host.
+        compute_s: Seconds of one rank alone.
+        num_ranks: Number of ranks on the host.
+        num_cores: Number of cores of the host.
     """
     return compute_s * max(1.0, num_ranks / num_cores)
 
 
 def step(computation: Computation, cost: Cost, rare_s: float = 0.0, *, overlaps: bool = True) -> float:
-    """Seconds of a training step.
+    """Returns the seconds of a training step.
 
-    Buckets are exchanged one after another, each as soon as it is there and the one before is through; what is not
-    through when the backward pass ends is waited for. The last bucket is complete only then, so it always is.
+    Buckets are exchanged one after another. The exchange of a bucket starts when the bucket is complete and the
+    previous exchange has ended. After the backward pass, the step waits for the remaining exchanges, at least for that
+    of the last bucket.
 
     Args:
-        computation: Without exchanges.
-        cost: Of the exchange of a bucket.
-        rare_s: What comes on top, such as models that are exchanged once in many steps: per step.
-        overlaps: Whether exchanges go on beside the backward pass. They do not where they need the cores that compute.
+        computation: The step without exchanges.
+        cost: Function that returns the seconds of the exchange of a bucket.
+        rare_s: Additional seconds per step, such as those of models that are exchanged once in many steps.
+        overlaps: Whether exchanges overlap with the backward pass; not if they use the cores that compute.
     """
     if not overlaps:
         return computation.seconds + sum(cost(bucket.num_bytes) for bucket in computation.buckets) + rare_s
@@ -275,5 +276,5 @@ def step(computation: Computation, cost: Cost, rare_s: float = 0.0, *, overlaps:
 
 
 def efficiency(alone_s: float, step_s: float) -> float:
-    """Of weak scaling: what a rank gets done beside the others, over what it gets done alone in the same time."""
+    """Returns the efficiency of weak scaling: the work of a rank among others over its work alone in the same time."""
     return alone_s / step_s

@@ -1,4 +1,4 @@
-"""One rank of :mod:`benchmarks.scaling`: measures its links and its steps, and writes down what it has seen."""
+"""One rank of :mod:`benchmarks.scaling`: measures its links and its steps, and writes the results."""
 
 import json
 import os
@@ -33,15 +33,15 @@ from benchmarks.contenders import (
 )
 from benchmarks.report import rotated
 from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
 COMPUTE, PLAIN, BF16, POWERSGD, LOCALSGD = "compute", "plain", "bf16", "powersgd", "localsgd"
-#: The computation of ranks that do not meet.
+#: Key of the computation of ranks that do not synchronize in each step.
 APART = "compute, apart"
-#: More than the caches of a machine's cores hold.
+#: Number of bytes that exceeds the caches of a machine's cores.
 _CACHES_NUM_BYTES = 2**28
-#: Exchange → timed steps of a training, after those that do not count: whole periods of local SGD, which are 32 steps.
+#: Exchange → number of timed steps after the warm-up steps: whole periods of local SGD, which are 32 steps.
 LENGTHS = {
     COMPUTE: Length(3, 10),
     APART: Length(3, 10),
@@ -54,19 +54,19 @@ LENGTHS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks do.
+    """Settings of all ranks.
 
     Attributes:
-        num_hosts: Hosts.
-        num_ranks: Ranks per host.
-        exchanges: What is trained with, beside the computation alone.
-        rounds: In each of which all take turns.
-        sizes: Of the messages, in bytes.
-        width: Of the layers of the model.
-        num_layers: Of the model, between its first and its last.
-        batch_size: Samples per rank and step.
-        bucket_mb: Gradients that DDP exchanges at once, in mebibytes.
-        directory: For the ranks' results.
+        num_hosts: Number of hosts.
+        num_ranks: Number of ranks per host.
+        exchanges: Measured exchanges, in addition to the computation alone.
+        rounds: Number of rounds, in each of which all exchanges alternate.
+        sizes: Message sizes in bytes.
+        width: Width of the layers of the model.
+        num_layers: Number of layers of the model between the first and the last layer.
+        batch_size: Number of samples per rank and step.
+        bucket_mb: Bucket size of DDP in mebibytes.
+        directory: Directory of the ranks' results.
     """
 
     num_hosts: int
@@ -82,7 +82,7 @@ class Job:
 
 
 class Stack(pl.LightningModule):
-    """Linear layers one upon another: gradients come at an even pace, as those of a transformer do."""
+    """Linear layers, whose gradients are computed at a constant rate, as those of a transformer."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -92,44 +92,44 @@ class Stack(pl.LightningModule):
         self.net = nn.Sequential(*inner, nn.Linear(job.width, NUM_CLASSES))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Returns the cross entropy."""
         return functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Returns SGD."""
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
 class BackwardPasses(Callback):
-    """Notes how long backward passes take, and when each bucket of gradients is there.
+    """Records the durations of backward passes, and the times at which each bucket is complete.
 
-    Its hook divides gradients, as DDP does, and exchanges none.
+    The hook divides gradients, as DDP does, and exchanges none.
 
     Args:
-        meet: Whether ranks meet at the end of each backward pass, as they do when they exchange: then a step takes as
-            long as that of the slowest rank in it, which is more than the mean of any.
+        synchronizes: Whether ranks synchronize at the end of each backward pass, as they do with exchanges. A step then
+            takes as long as on the slowest rank, which is more than the mean of any rank.
     """
 
-    def __init__(self, *, meet: bool) -> None:
-        self._meet = meet
+    def __init__(self, *, synchronizes: bool) -> None:
+        self._synchronizes = synchronizes
         self.seconds: list[float] = []
         self.buckets: list[list[tuple[int, float]]] = []
         self._began = 0.0
 
     def on_before_backward(self, *_: Any) -> None:
-        """Starts the clock."""
+        """Records the start of the pass."""
         self.buckets.append([])
         self._began = time.perf_counter()
 
     def on_after_backward(self, *_: Any) -> None:
-        """Stops it."""
+        """Records the end of the pass."""
         self.seconds.append(time.perf_counter() - self._began)
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """For DDP."""
+        """Records the time of a bucket; communication hook of DDP."""
         buffer = bucket.buffer().div_(dist.get_world_size())
         self.buckets[-1].append((buffer.nbytes, time.perf_counter() - self._began))
-        if not (self._meet and bucket.is_last()) or dist.get_world_size() == 1:
+        if not (self._synchronizes and bucket.is_last()) or dist.get_world_size() == 1:
             future: Future[Tensor] = Future()
             future.set_result(buffer)
             return future
@@ -137,7 +137,7 @@ class BackwardPasses(Callback):
         return met.then(lambda _: buffer)
 
     def summary(self, length: Length) -> dict[str, Any]:
-        """Medians over the steps that count: of the pass, and by bucket its bytes and when it is there, in seconds."""
+        """Returns medians over the timed steps: seconds of the pass; bytes of each bucket, and seconds to its end."""
         counted = self.buckets[length.warmup :]
         sizes = [num_bytes for num_bytes, _ in counted[-1]]
         ready = [median(times) for times in zip(*([at for _, at in one] for one in counted), strict=True)]
@@ -145,8 +145,8 @@ class BackwardPasses(Callback):
 
 
 def train(job: Job, exchange: str) -> dict[str, Any]:
-    """Trains once: seconds per step, and what :class:`BackwardPasses` has noted if nothing was exchanged."""
-    length, passes = LENGTHS[exchange], BackwardPasses(meet=exchange == COMPUTE)
+    """Trains once; returns the seconds per step, and the records of :class:`BackwardPasses` without exchanges."""
+    length, passes = LENGTHS[exchange], BackwardPasses(synchronizes=exchange == COMPUTE)
     is_none, none = exchange in (COMPUTE, APART), {"ddp_comm_hook": passes.hook}
     asked: dict[str, dict[str, Any]] = {COMPUTE: none, APART: none, PLAIN: {}}
     timer = StepTimer(length)
@@ -171,7 +171,7 @@ def train(job: Job, exchange: str) -> dict[str, Any]:
 
 
 def reduce_messages(job: Job) -> dict[str, list[float]]:
-    """Seconds per all-reduce by size in bytes, one value per round, over the group that gradients go over."""
+    """Returns the seconds per all-reduce by size in bytes, one value per round, over the group of the gradients."""
     whole = torch.ones(max(job.sizes) // 4)
     seconds: dict[str, list[float]] = {}
     for size in job.sizes:
@@ -182,9 +182,9 @@ def reduce_messages(job: Job) -> dict[str, list[float]]:
 
 
 def compress(job: Job) -> dict[str, list[float]]:
-    """Seconds per step for compressing and restoring gradients, all ranks at once, each for itself.
+    """Returns the seconds per step of compressing and restoring gradients, while all ranks do so.
 
-    As in a step, no core has in its caches what is compressed: the whole model has been gone through meanwhile.
+    As in a step, the gradients are in no cache of a core, because the whole model has been read meanwhile.
     """
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     parameters = [parameter.detach() for parameter in Stack(job).parameters()]
@@ -207,13 +207,13 @@ def compress(job: Job) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures all."""
+    """Measures links, compression, and steps."""
     given = json.loads(sys.argv[1])
     job = Job(**{**given, "exchanges": tuple(given["exchanges"]), "sizes": tuple(given["sizes"])})
     silence_lightning()
     torch.set_num_threads(1)
     contenders = [COMPUTE, *([APART] if LOCALSGD in job.exchanges else []), *job.exchanges]
-    train(job, COMPUTE)  # makes the process group
+    train(job, COMPUTE)  # creates the process group
     is_alone = dist.get_world_size() == 1
     seen: dict[str, Any] = {"messages": {} if is_alone else reduce_messages(job)}
     seen["compression"] = compress(job) if {BF16, POWERSGD} & set(job.exchanges) else {}
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def arguments_of(job: Job) -> list[str]:
-    """What a rank is started with."""
+    """Parses the command line of a rank."""
     return ["-m", "benchmarks.scaling_rank", json.dumps(asdict(job))]
 
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of :mod:`benchmarks.scaling`, here or on hosts that are namespaces, and merges what they saw."""
+"""Starts the ranks of :mod:`benchmarks.scaling`, here or in network namespaces, and merges their measurements."""
 
 import json
 import os
@@ -22,16 +22,16 @@ _PORT_BETWEEN_HOSTS = 29700
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured with one number of hosts and ranks; of the slowest rank in each round.
+    """Measurements with one number of hosts and ranks, of the slowest rank in each round.
 
     Attributes:
-        num_hosts: Hosts.
-        num_ranks: Ranks per host.
+        num_hosts: Number of hosts.
+        num_ranks: Number of ranks per host.
         messages: Size in bytes → seconds per all-reduce, one value per round.
         compression: Exchange → seconds per step of compressing and restoring.
         steps: Exchange, or the computation alone → seconds per step, one value per round.
-        computation: Medians.
-        apart: The same of ranks that do not meet; None if that was not measured.
+        computation: Medians of the computation.
+        apart: Computation of ranks that do not synchronize in each step; None if it was not measured.
     """
 
     num_hosts: int
@@ -44,26 +44,26 @@ class Case:
 
     @property
     def label(self) -> str:
-        """In words."""
+        """Name of the case."""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
         return f"1 host, {ranks}" if self.num_hosts == 1 else f"{self.num_hosts} hosts x {ranks}"
 
     @property
     def world_size(self) -> int:
-        """Ranks on all hosts."""
+        """Number of ranks on all hosts."""
         return self.num_hosts * self.num_ranks
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether ranks add up inside hosts first."""
+        """Whether the all-reduce is hierarchical."""
         return self.num_hosts > 1 and self.num_ranks > 1
 
     def link(self) -> Link:
-        """What its ranks are joined by, from all-reduces in a ring."""
+        """Link between the ranks, fitted to all-reduces in a ring."""
         return fit([self._sample(size, median(times)) for size, times in self.messages.items()])
 
     def misfit(self, link: Link) -> float:
-        """How far a link is from the all-reduces of this case: the most, as a part of what was measured."""
+        """Returns the largest relative error of a link for the all-reduces of this case."""
         samples = [self._sample(size, median(times)) for size, times in self.messages.items()]
         return max(abs(link.messages_s(one.num_messages, one.num_bytes) / one.seconds - 1) for one in samples)
 
@@ -76,13 +76,13 @@ def measure(job: Job, megabits: float, timeout_s: float) -> Case:
     """Measures one case.
 
     Args:
-        job: With the numbers of hosts and ranks.
-        megabits: Per second, that leave each of several hosts; 0 for no limit.
-        timeout_s: For all of it.
+        job: Settings, with the numbers of hosts and ranks.
+        megabits: Limit of the rate at which each of several hosts sends, in megabits per second; 0 for no limit.
+        timeout_s: Time limit of the case.
 
     Raises:
-        NoHostsError: If there are to be several hosts, and they cannot be had here.
-        RuntimeError: If a rank has failed; with what it has said.
+        NoHostsError: If several hosts are requested, and this machine permits no network namespaces.
+        RuntimeError: If a rank fails; the message contains its output.
     """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -102,7 +102,7 @@ def run(job: Job, hosts: Sequence[network_namespaces.Host], timeout_s: float) ->
     """Starts all ranks, on this machine if there are no hosts, and waits for them.
 
     Raises:
-        RuntimeError: If a rank has failed; with what it has said.
+        RuntimeError: If a rank fails; the message contains its output.
     """
     address = hosts[0].address if hosts else "127.0.0.1"
     port = _PORT_BETWEEN_HOSTS if hosts else free_port()
@@ -134,7 +134,7 @@ def run(job: Job, hosts: Sequence[network_namespaces.Host], timeout_s: float) ->
 
 
 def merged(job: Job, seen: Sequence[dict[str, Any]]) -> Case:
-    """Puts together what the ranks have seen: a job is as slow, in each round, as its slowest rank."""
+    """Merges the measurements of the ranks: in each round, a job is as slow as its slowest rank."""
     trainings = {name: [one["trainings"][name] for one in seen] for name in seen[0]["trainings"]}
     steps = {name: _slowest([[one["step_s"] for one in rank] for rank in ranks]) for name, ranks in trainings.items()}
 

@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.scaling` shows: predictions, beside measurements where there are any, and what to choose."""
+"""Tables and plots of :mod:`benchmarks.scaling`: predictions, measurements, and recommendations."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,11 +23,11 @@ from benchmarks.scaling_model import Link, contended, efficiency
 from benchmarks.scaling_rank import APART, COMPUTE, PLAIN
 from benchmarks.scaling_runs import Case
 
-#: Network → by number of ranks, an exchange and its efficiency.
+#: Network → number of ranks → exchange and its efficiency.
 Choices = dict[str, list[tuple[str, float]]]
-#: How far a prediction may be from what was measured, as a part of that.
+#: Largest accepted error of a prediction, relative to the measurement.
 LIMIT = 0.15
-#: Numbers of ranks that are predicted, where they make whole hosts.
+#: Numbers of ranks for predictions, if they fill whole hosts.
 NUMBERS_OF_RANKS = tuple(2**power for power in range(1, 13))
 #: Plots of a figure, from top to bottom: title, exchanges.
 _PLOTS = (
@@ -37,16 +37,16 @@ _PLOTS = (
 
 
 def held_against(case: Case, training: Training) -> list[dict[str, Any]]:
-    """Predictions for what a case has measured.
+    """Returns predictions for the measurements of a case.
 
-    Whether exchanges go on beside the backward pass follows from :func:`overlap`; the other prediction is given too.
+    :func:`overlap` determines whether exchanges overlap with the backward pass; the other prediction is also returned.
 
     Args:
-        case: What was measured.
-        training: What the predictions are made of.
+        case: Measurements.
+        training: Training for the predictions.
 
     Returns:
-        Per exchange, in seconds; ``error`` is a part of what was measured.
+        Predictions per exchange, in seconds; ``error`` is relative to the measurement.
     """
     rows = []
     for exchange, times in case.steps.items():
@@ -74,19 +74,20 @@ def held_against(case: Case, training: Training) -> list[dict[str, Any]]:
 
 
 def overlap(case: Case, exchange: str) -> bool:
-    """Whether exchanges go on beside the backward pass where no rank has a core to spare.
+    """Returns whether exchanges overlap with the backward pass if no rank has an idle core.
 
-    Those inside a host need the cores that compute, so they do not; nor do those of PowerSGD, which computes before,
-    between and after its two messages. Else ranks of several hosts mostly wait for the cable.
+    Exchanges inside a host use the cores that compute, so they do not overlap. PowerSGD computes before, between, and
+    after its two messages, and does not overlap either. In other exchanges, ranks of several hosts mostly wait for the
+    network.
     """
     return case.num_hosts > 1 and not case.has_two_levels and exchange != POWERSGD
 
 
 def show_links(links: dict[str, tuple[Link, float]]) -> None:
-    """Prints what messages take; each link with the largest misfit of the model."""
+    """Prints latency and bandwidth of each link, with the largest error of the model."""
     print_table(
         "Links, from all-reduces of several sizes",
-        ["between", "latency, us", "bandwidth, Gbit/s", "largest misfit of a size, %"],
+        ["between", "latency, us", "bandwidth, Gbit/s", "largest error of a size, %"],
         [
             [label, f"{link.latency_us:.1f}", f"{link.bandwidth_gbit:.2f}", f"{100 * misfit:.0f}"]
             for label, (link, misfit) in links.items()
@@ -95,7 +96,7 @@ def show_links(links: dict[str, tuple[Link, float]]) -> None:
 
 
 def show_computation(cases: Sequence[Case], alone_s: float, num_cores: int) -> None:
-    """Prints what steps take without exchanges, beside what cores that are shared would make of one rank's."""
+    """Prints the times of steps without exchanges, and estimates from one rank for shared cores."""
     print_table(
         f"ms per step without exchanges; all ranks share {num_cores} cores",
         ["case", "measured: median [quartiles]", "one rank's, times ranks per core"],
@@ -111,7 +112,7 @@ def show_computation(cases: Sequence[Case], alone_s: float, num_cores: int) -> N
 
 
 def show_held(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints predictions beside measurements, and says which miss."""
+    """Prints predictions and measurements, and marks predictions with too large errors."""
     table = []
     for row in rows:
         spread = Spread(**{name: 1e3 * value for name, value in row["measured_s"].items() if name != "count"}, count=0)
@@ -131,19 +132,19 @@ def show_held(rows: Sequence[dict[str, Any]]) -> None:
         "ms per step, predicted and measured",
         [*columns, f"{100 * LIMIT:.0f} %", "efficiency"],
         table,
-        caption="Other way: with exchanges beside the backward pass where they are not, and the reverse. Efficiency:"
+        caption="Other way: with overlap if the prediction has none, and without overlap otherwise. Efficiency:"
         " predicted / measured.",
     )
 
 
 def ranks_of(training: Training) -> list[int]:
-    """Those of :data:`NUMBERS_OF_RANKS` that make whole hosts."""
+    """Returns the numbers of :data:`NUMBERS_OF_RANKS` that fill whole hosts."""
     on_each = training.ranks_per_host
     return [number for number in NUMBERS_OF_RANKS if number <= on_each or number % on_each == 0]
 
 
 def predictions(training: Training) -> list[dict[str, Any]]:
-    """For all exchanges and numbers of ranks: seconds per step and efficiency, overlapped and not."""
+    """Returns seconds per step and efficiency for all exchanges and numbers of ranks, with and without overlap."""
     return [
         {
             "num_ranks": number,
@@ -160,7 +161,7 @@ def predictions(training: Training) -> list[dict[str, Any]]:
 
 def show_predictions(label: str, training: Training) -> None:
     """Prints them."""
-    for overlaps, words in ((True, "beside the backward pass"), (False, "after it")):
+    for overlaps, words in ((True, "during the backward pass"), (False, "after it")):
         print_table(
             f"{label}: ms per step and efficiency by ranks, if gradients are exchanged {words}",
             ["ranks", *EXCHANGES],
@@ -179,14 +180,14 @@ def show_predictions(label: str, training: Training) -> None:
 
 
 def choices(trainings: dict[str, Training], numbers: Sequence[int], enough: float) -> Choices:
-    """What to choose, by network and by number of ranks."""
+    """Returns the recommended exchanges by network and by number of ranks."""
     return {label: [training.choice(number, enough) for number in numbers] for label, training in trainings.items()}
 
 
 def show_choices(chosen: Choices, numbers: Sequence[int], enough: float) -> None:
     """Prints them."""
     print_table(
-        f"What changes the training least and is {100 * enough:.0f} % efficient, else what is fastest; its efficiency",
+        f"Exchange with the smallest effect that is {100 * enough:.0f} % efficient, else the fastest; its efficiency",
         ["network", *(f"{number} ranks" for number in numbers)],
         [[label, *(f"{name} {reached:.2f}" for name, reached in row)] for label, row in chosen.items()],
     )
@@ -209,7 +210,7 @@ def draw(directory: Path, name: str, title: str, columns: Sequence[tuple[str, Tr
 
 
 def described(training: Training) -> dict[str, Any]:
-    """A training's numbers, for the JSON."""
+    """Returns the figures of a training, for the JSON file."""
     given: Compressions = training.compressions
     return {
         "alone_s": training.alone_s,

@@ -6,30 +6,32 @@
     python -m benchmarks.spawn --ray
     python -m benchmarks.spawn --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
-Two CPU workers on this host, a tiny model, data in memory. What is measured:
+Two CPU workers on this host, a tiny model, data in memory. The program measures:
 
 * start: from the call of ``trainer.fit`` to the first batch in rank 0's worker, and the same for ``trainer.validate``
-  and then ``trainer.test`` of the same Trainer (the stock strategy refuses a second ``fit``);
-* large data: whole stages of a few batches, one after the other, where the main process has 1 GB of data in memory;
-* bring back: from the end of ``fit`` in rank 0's worker (its ``teardown`` hook) to the return of ``trainer.fit``, when
-  the worker has changed 10, 100 or 400 MB of frozen weights, in tensors of 10 MB;
+  and then ``trainer.test`` of the same Trainer (the stock strategy raises an error in a second ``fit``);
+* large data: whole consecutive stages of a few batches, while the main process has 1 GB of data in memory;
+* bring back: from the end of ``fit`` in rank 0's worker (its ``teardown`` hook) to the return of ``trainer.fit``, after
+  the worker has changed 10, 100, or 400 MB of frozen weights, in tensors of 10 MB;
 * predictions: 3200 rows of 8192 floats, 100 MB, from the call to the result in the main process, and from rank 0's last
-  batch. The stock strategy returns none, so its contender does what its users do: each rank writes a file
-  (``BasePredictionWriter``), and the main process loads them and puts the rows in the order of the dataset;
-* script: ``fit``, ``test`` and ``predict`` in a new interpreter, from its start to its exit.
+  batch. The stock strategy returns no predictions, so its contender uses its workaround: each rank writes a file
+  (``BasePredictionWriter``), and the main process loads the files and sorts the rows in the order of the dataset;
+* script: ``fit``, ``test``, and ``predict`` in a new interpreter, from its start to its exit.
 
-How it is measured: each sample is taken in an interpreter of its own, the contenders taking turns in an order that
-changes from round to round; a first, uncounted turn fills the file cache. Workers and main process read the same clock.
-Ratios are taken within a round. Every measurement checks that the result has arrived.
+Method: each sample has a separate interpreter, and the contenders alternate in an order that changes from round to
+round. A first turn, which is not counted, fills the page cache. Workers and main process read the same clock. Ratios
+are computed within a round. Every measurement checks that the result has arrived.
 
-Peak extra memory is that of the main process only: its largest resident size, sampled from outside, while results come
-back, less its size when that began (rank 0's end of ``fit``, or its last batch of ``predict``), over the result's size.
-What lies in workers, files and memory that the main process has not mapped is not in it. It is sampled every
-millisecond: the few in which ours brings back 10 MB may be missed. MB are 2**20 bytes.
+Peak extra memory is the memory of the main process only: its largest resident size while it receives results, sampled
+by another process, minus its size at the beginning (rank 0's end of ``fit``, or its last batch of ``predict``), over
+the size of the result. It does not include memory of workers, files, and memory that the main process has not mapped.
+The sampling interval is one millisecond, so the few milliseconds in which ours receives 10 MB may be missed. MB are
+2**20 bytes.
 
-With ``--ray``, ``ddp_ray_ext`` beside a ``TorchTrainer`` of Ray Train per stage, with Lightning's ``ddp`` over gloo as
-Ray's documentation has it: start and bring back, on one Ray cluster on this machine, to which each interpreter is
-connected before the clock starts. The ``TorchTrainer`` returns a checkpoint, which the main process loads.
+With ``--ray``, the program compares ``ddp_ray_ext`` with a ``TorchTrainer`` of Ray Train per stage, with Lightning's
+``ddp`` over gloo as in Ray's documentation. It measures start and bring back, on one Ray cluster on this machine, to
+which each interpreter is connected before the clock starts. The ``TorchTrainer`` returns a checkpoint, which the main
+process loads.
 """
 
 import argparse
@@ -57,27 +59,27 @@ from benchmarks.turns import Part, Row
 
 SAMPLE_MEMORY_EVERY_S = 0.001
 
-#: Largest time of ours over that of the peer on Ray that we want.
+#: Goals on Ray: largest ratio of our time to the time of the peer.
 TIME_GOALS_ON_RAY = {
     "start: validate after fit": 0.05,
     "start: test after validate": 0.05,
     "bring back 400 MB": 0.5,
 }
-#: The same where the peer is the stock strategy.
+#: Goals with the stock strategy as the peer.
 TIME_GOALS = {"start: fit": 0.8, **TIME_GOALS_ON_RAY}
-#: Largest extra memory over the size of the result that we want.
+#: Goal: largest ratio of the extra memory to the size of the result.
 MEMORY_GOAL = 1.2
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is compared.
+    """Two strategies that are compared.
 
     Attributes:
-        peer: With which.
-        ours: What.
-        time_goals: Largest time of ours over the peer's that we want, by case.
-        environment: Variables of the interpreters.
+        peer: The other strategy.
+        ours: Our strategy.
+        time_goals: Largest accepted ratio of our time to the time of the peer, by case.
+        environment: Environment variables of the interpreters.
     """
 
     peer: str
@@ -87,15 +89,15 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of both."""
+        """Names of both strategies."""
         return self.peer, self.ours
 
 
 class MemorySampler(threading.Thread):
-    """Samples the resident memory of another process until that ends; that process does nothing for it.
+    """Samples the resident memory of another process until its exit.
 
     Args:
-        pid: The process.
+        pid: Process ID of the other process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -104,19 +106,19 @@ class MemorySampler(threading.Thread):
         self.samples: list[tuple[float, int]] = []
 
     def run(self) -> None:
-        """Samples."""
+        """Samples until the exit of the process."""
         process = psutil.Process(self.pid)
         while True:
             try:
                 self.samples.append((time.monotonic(), process.memory_info().rss))
-            except psutil.Error:  # it has ended
+            except psutil.Error:  # the process has exited
                 return
-            if not self.samples[-1][1]:  # it has ended and nobody has asked for its exit code yet
+            if not self.samples[-1][1]:  # the process has exited, and its parent has not reaped it yet
                 return
             time.sleep(SAMPLE_MEMORY_EVERY_S)
 
     def peak_extra_mb(self, started_at: float, ended_at: float) -> float:
-        """The largest size in a window, less the size at its start, in MB."""
+        """Returns the largest size in a window minus the size at its start, in MB."""
         before = [rss for at, rss in self.samples if at <= started_at][-1]
         within = [rss for at, rss in self.samples if started_at < at <= ended_at]
         return (max([before, *within]) - before) / 2**20
@@ -126,9 +128,9 @@ def take_sample(case: Case, strategy: str, environment: Mapping[str, str]) -> tu
     """Measures once, in a new interpreter.
 
     Args:
-        case: What to measure.
-        strategy: Of the contender.
-        environment: Variables beside those of this process.
+        case: The case.
+        strategy: Strategy of the contender.
+        environment: Environment variables, in addition to those of this process.
 
     Returns:
         Seconds by label, and the peak extra memory in MB where the case has a result.
@@ -153,7 +155,7 @@ def take_sample(case: Case, strategy: str, environment: Mapping[str, str]) -> tu
         output.seek(0)
         errors.seek(0)
         if exit_code != 0:
-            raise RuntimeError(f"{case.label} with {strategy} ended with exit code {exit_code}:\n{errors.read()}")
+            raise RuntimeError(f"{case.label} with {strategy} exited with code {exit_code}:\n{errors.read()}")
         measured = json.loads(output.read().splitlines()[-1])
     seconds = measured["seconds"] or {f"{case.label}: fit, test, predict": ended_at - started_at}
     return seconds, sampler.peak_extra_mb(*measured["window"]) if case.result_mb else None
@@ -162,7 +164,7 @@ def take_sample(case: Case, strategy: str, environment: Mapping[str, str]) -> tu
 def take_sample_again_if_it_fails(
     case: Case, strategy: str, environment: Mapping[str, str], times: int = 2
 ) -> tuple[dict[str, float], float | None]:
-    """Measures once. Now and then a worker of the stock strategy is aborted by torch when it ends; this is said.
+    """Measures once, again after a failure. Sometimes torch aborts a worker of the stock strategy at its exit.
 
     Raises:
         RuntimeError: If the interpreter fails once more than ``times``.
@@ -176,7 +178,7 @@ def take_sample_again_if_it_fails(
 
 
 def take_sample_here(request: str) -> None:
-    """What the new interpreter does: measures, and prints the outcome as its last line."""
+    """Measures, and prints the result as the last line. Runs in the new interpreter."""
     silence_lightning()
     arguments = json.loads(request)
     strategy, directory = arguments.pop("strategy"), Path(arguments.pop("directory"))
@@ -222,7 +224,7 @@ def measure(case: Case, pair: Pair, rounds: int) -> list[dict[str, Any]]:
 
 
 def summarize_time(label: str, pair: Pair, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, the ratio within rounds, and the goal as the least such ratio."""
+    """Returns medians, the ratios within rounds, and the goal as the smallest accepted ratio."""
     goal = pair.time_goals.get(label)
     return {
         "case": label,
@@ -234,7 +236,7 @@ def summarize_time(label: str, pair: Pair, seconds: dict[str, list[float]]) -> d
 
 
 def summarize_memory(case: Case, extra_mb: dict[str, list[float]]) -> dict[str, Any]:
-    """Peak extra memory in sizes of the result."""
+    """Summarizes the peak extra memory over the size of the result."""
     return {
         "case": case.label,
         "result_mb": case.result_mb,
@@ -305,20 +307,20 @@ def present(summaries: list[dict[str, Any]], pair: Pair, directory: Path, name: 
 
 
 def in_words(is_met: bool) -> str:
-    """Whether a goal is met."""
+    """Returns whether a goal is met."""
     return "yes" if is_met else "NO"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="ddp_spawn", help="Lightning's strategy to compare with, by name")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 400], help="MB of weights to bring back")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds per case")
     parser.add_argument(
-        "--ray", action="store_true", help="compare ddp_ray_ext with Ray Train, on a cluster of its own"
+        "--sizes", type=int, nargs="+", default=[10, 100, 400], help="MB of changed weights, for the case 'bring back'"
     )
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # how the program calls itself
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per case")
+    parser.add_argument("--ray", action="store_true", help="compare ddp_ray_ext with Ray Train, on a separate cluster")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # argument of the new interpreters
     against.add_arguments(parser)
     arguments = parse(parser, "two rounds, up to 100 MB", rounds=2, sizes=[10, 100])
     if arguments.rounds < 1:
@@ -326,8 +328,8 @@ def parse_arguments() -> argparse.Namespace:
     if any(size < 1 or size % TENSOR_MB for size in arguments.sizes):
         parser.error(f"--sizes must be multiples of {TENSOR_MB}")
     if arguments.ray and arguments.against:
-        parser.error("--against does not measure workers on Ray. Leave --ray out.")
-    if arguments.ray and not spawn_ray.is_there():
+        parser.error("--against does not measure workers on Ray. Omit --ray.")
+    if arguments.ray and not spawn_ray.is_available():
         parser.error("--ray needs Ray: pip install 'ray[train]'")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
@@ -335,7 +337,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     if arguments.measure:
         take_sample_here(arguments.measure)

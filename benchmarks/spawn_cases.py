@@ -1,4 +1,4 @@
-"""What one sample of :mod:`benchmarks.spawn` runs, in an interpreter of its own and its workers."""
+"""Code of one sample of :mod:`benchmarks.spawn`, which runs in a new interpreter and its workers."""
 
 import time
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ OURS = "ddp_spawn_ext"
 NUM_WORKERS = 2
 TENSOR_MB = 10
 FLOATS_PER_MB = 2**20 // 4
-#: Samples, and floats predicted for each: 100 MB.
+#: Number of samples, and of floats that are predicted for each: 100 MB.
 PREDICTIONS = (3200, 8192)
 PREDICTIONS_MB = PREDICTIONS[0] * PREDICTIONS[1] // FLOATS_PER_MB
 FEW = (64, 1)
 BATCH_SIZE = 32
-#: Samples, and floats of each: 1 GB in memory.
+#: Number of samples, and of floats of each: 1 GB in memory.
 LARGE = (3200, 80 * 1024)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one interpreter measures.
+    """Case that one interpreter measures.
 
     Attributes:
         kind: "start", "large data", "bring back", "predictions" or "script".
-        result_mb: The size of what comes back, where memory is measured.
+        result_mb: Size of the results in MB, if memory is measured.
     """
 
     kind: str
@@ -38,17 +38,17 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in words."""
+        """Name of the case."""
         return f"{self.kind} {self.result_mb} MB" if self.result_mb else self.kind
 
 
 class Model(pl.LightningModule):
-    """One linear layer that is trained; frozen weights that change nevertheless; predictions of any width."""
+    """One linear layer that is trained, frozen weights that change nevertheless, and predictions of any width."""
 
     def __init__(self, frozen_mb: int = 0, prediction_width: int = 1) -> None:
         super().__init__()
         self.layer = nn.Linear(1, 1)
-        # Frozen, so that neither gradients nor their all-reduce take part. Not zeros: their pages would not exist yet.
+        # Frozen, so that they have no gradients. Not zeros, because pages of zeros may not be allocated.
         self.frozen = nn.ParameterList(
             nn.Parameter(torch.ones(TENSOR_MB * FLOATS_PER_MB), requires_grad=False)
             for _ in range(frozen_mb // TENSOR_MB)
@@ -57,82 +57,82 @@ class Model(pl.LightningModule):
         self.prediction_width = prediction_width
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Something to differentiate."""
+        """Returns a loss."""
         return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Nothing: its start is what counts."""
+        """Does nothing, because only the start is measured."""
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Rows that tell which sample they belong to."""
+        """Returns rows that contain the indices of their samples."""
         return batch[0].repeat(1, self.prediction_width)
 
     def on_train_end(self) -> None:
-        """Changes the frozen weights, so that they have to come back."""
+        """Changes the frozen weights, so that they are returned."""
         for weights in self.frozen:
             weights.add_(1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Returns SGD."""
         return torch.optim.SGD(self.layer.parameters(), lr=1e-6)
 
 
 class Clock(pl.Callback):
-    """Writes into files when rank 0's worker gets where: the stock strategy brings no callback's state back."""
+    """Records the times of events of rank 0's worker in files, because the stock strategy returns no callback state."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def note(self, trainer: pl.Trainer, event: str) -> None:
-        """Writes the time, on the clock that all processes of a host share."""
+        """Records the time of an event, on the clock that all processes of a host share."""
         if trainer.is_global_zero:
             now = time.monotonic()
             (self.directory / event).write_text(repr(now))
 
     def time_of(self, event: str) -> float:
-        """The last time of an event."""
+        """Returns the last time of an event."""
         return float((self.directory / event).read_text())
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """The first batch counts."""
+        """Records the first batch."""
         if batch_idx == 0:
             self.note(trainer, "train")
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        """The first batch counts."""
+        """Records the first batch."""
         if batch_idx == 0:
             self.note(trainer, "validate")
 
     def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        """The first batch counts."""
+        """Records the first batch."""
         if batch_idx == 0:
             self.note(trainer, "test")
 
     def on_predict_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """The last batch counts."""
+        """Records the last batch."""
         self.note(trainer, "predict")
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """The last hook of a callback in a worker."""
+        """Records the end of the stage. This is the last hook of a callback in a worker."""
         self.note(trainer, "end")
 
 
 class FileWriter(BasePredictionWriter):
-    """How predictions leave the workers of the stock strategy: a file per rank."""
+    """Writes the predictions of the stock strategy to one file per rank."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(write_interval="epoch")
         self.directory = directory
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
-        """Writes this rank's batches, with the places of their samples in the dataset."""
+        """Writes this rank's batches, with the indices of their samples in the dataset."""
         torch.save((predictions, batch_indices[0]), self.directory / f"{trainer.global_rank}.pt")
 
     def read(self, shape: tuple[int, int]) -> Tensor:
-        """Reads all ranks' files into one tensor, in the order of the dataset."""
+        """Reads the files of all ranks into one tensor, in the order of the dataset."""
         result = torch.empty(shape)
         for file in sorted(self.directory.glob("*.pt")):
             for batch, indices in zip(*torch.load(file), strict=True):
@@ -141,7 +141,7 @@ class FileWriter(BasePredictionWriter):
 
 
 def make_trainer(devices: Any, strategy: Any, callbacks: list[Any], **kwargs: Any) -> pl.Trainer:
-    """A Trainer that does nothing but train one epoch."""
+    """Returns a Trainer for one epoch, without logs and checkpoints."""
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -161,8 +161,8 @@ class Contender:
     """A Trainer with a strategy and a clock.
 
     Args:
-        strategy: As ``Trainer(strategy=...)`` takes it.
-        directory: An empty directory for the clock and the stock strategy's predictions.
+        strategy: Argument of the Trainer.
+        directory: Empty directory for the clock and the stock strategy's predictions.
     """
 
     def __init__(self, strategy: str, directory: Path) -> None:
@@ -171,7 +171,7 @@ class Contender:
         self.trainer = make_trainer(NUM_WORKERS, strategy, [self.clock, *([self.writer] if self.writer else [])])
 
     def predict(self, model: Model, shape: tuple[int, int]) -> Any:
-        """The predictions, in the order of the dataset: a list of batches, or one tensor where they came in files."""
+        """Returns the predictions in the order of the dataset: a list of batches, or one tensor if read from files."""
         if self.writer is None:
             return self.trainer.predict(model, make_loader(shape[0]))
         self.trainer.predict(model, make_loader(shape[0]), return_predictions=False)
@@ -179,13 +179,13 @@ class Contender:
 
 
 def make_loader(num_samples: int) -> DataLoader[Any]:
-    """Each sample is its own index."""
+    """Dataset in which each sample is its index."""
     samples = torch.arange(num_samples, dtype=torch.float32).unsqueeze(1)
     return DataLoader(TensorDataset(samples), batch_size=BATCH_SIZE)
 
 
 def measure_start(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds from the call of three stages of one Trainer to the first batch of each."""
+    """Returns the seconds from the call of each of three stages of one Trainer to its first batch."""
     model, loader, trainer = Model(), make_loader(FEW[0]), contender.trainer
     stages = {
         "start: fit": ("train", trainer.fit),
@@ -201,7 +201,7 @@ def measure_start(contender: Contender, case: Case) -> dict[str, Any]:
 
 
 def measure_large_data(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds of whole stages of a few batches, of data of 1 GB that the main process has in memory."""
+    """Returns the seconds of whole stages of a few batches, with 1 GB of data in the memory of the main process."""
     samples = torch.ones(LARGE)
     model, loader, trainer = Model(), DataLoader(FirstOfEach(samples), batch_size=BATCH_SIZE), contender.trainer
     trainer.limit_train_batches = trainer.limit_val_batches = trainer.limit_test_batches = 2
@@ -214,10 +214,10 @@ def measure_large_data(contender: Contender, case: Case) -> dict[str, Any]:
 
 
 class FirstOfEach(Dataset[list[Tensor]]):
-    """The first number of each sample.
+    """Dataset of the first number of each sample.
 
     Args:
-        samples: One row each.
+        samples: Tensor with one row per sample.
     """
 
     def __init__(self, samples: Tensor) -> None:
@@ -231,7 +231,7 @@ class FirstOfEach(Dataset[list[Tensor]]):
 
 
 def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds from the end of training in a worker to the return of ``fit``."""
+    """Returns the seconds from the end of training in a worker to the return of ``fit``."""
     model = Model(frozen_mb=case.result_mb)
     contender.trainer.fit(model, make_loader(FEW[0]))
     returned_at = time.monotonic()
@@ -241,7 +241,7 @@ def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
 
 
 def measure_predictions(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds to have large predictions in the main process: of the whole call, and after the last batch."""
+    """Returns the seconds of a call that returns large predictions, and the seconds after the last batch."""
     model = Model(prediction_width=PREDICTIONS[1])
     called_at = time.monotonic()
     predictions = contender.predict(model, PREDICTIONS)
@@ -253,7 +253,7 @@ def measure_predictions(contender: Contender, case: Case) -> dict[str, Any]:
 
 
 def run_script(contender: Contender, case: Case) -> dict[str, Any]:
-    """What a short script does; timed from outside."""
+    """Runs three stages, as a short script does. The calling process measures the time."""
     model, loader = Model(), make_loader(FEW[0])
     contender.trainer.fit(model, loader)
     contender.trainer.test(model, loader)
@@ -271,17 +271,17 @@ KINDS = {
 
 
 def check_predictions(predictions: Any, shape: tuple[int, int]) -> None:
-    """Refuses predictions that are not those of all samples in order."""
+    """Checks that predictions are those of all samples in order."""
     rows = torch.cat([batch[:, [0, -1]] for batch in predictions]) if isinstance(predictions, list) else predictions
     expected = torch.arange(shape[0], dtype=torch.float32)
     check_arrived(len(rows) == shape[0] and bool((rows == expected.unsqueeze(1)).all()), "predictions")
 
 
 def check_arrived(has_arrived: bool, what: str) -> None:
-    """Refuses to time a contender that did not do its work.
+    """Checks that a contender has returned its results.
 
     Raises:
-        RuntimeError: If it did not.
+        RuntimeError: If it has not.
     """
     if not has_arrived:
-        raise RuntimeError(f"The {what} in the main process are not those of the workers.")
+        raise RuntimeError(f"The {what} in the main process differ from those of the workers.")

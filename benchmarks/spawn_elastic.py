@@ -1,11 +1,11 @@
-"""What it takes ``ddp_spawn_elastic_ext`` to go on when a worker is killed.
+"""Time in which ``ddp_spawn_elastic_ext`` continues after a worker was killed.
 
     python -m benchmarks.spawn_elastic
     python -m benchmarks.spawn_elastic --parameters 1 100 --rounds 5
 
-Two CPU workers, one torch thread each, linear layers of so many million parameters, Adam, 32 samples per worker. In
-each round a ``fit`` of its own; one worker kills itself in the middle. Times are from there to the end of the first
-step of the other, and to that of the first step with the new worker.
+Two CPU workers, one torch thread each, linear layers with the given number of million parameters, Adam, 32 samples per
+worker. Each round has a new ``fit``, in the middle of which one worker kills itself. The program measures the time from
+the kill to the end of the next step of the other worker, and to the end of the first step with the new worker.
 """
 
 import argparse
@@ -31,7 +31,7 @@ KILLED_AT, NUM_STEPS = 30, 400
 
 
 class Layers(pl.LightningModule):
-    """Writes down when its steps end; the second worker kills itself once."""
+    """Records the ends of steps; the second worker kills itself once."""
 
     def __init__(self, millions: int, directory: Path) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Layers(pl.LightningModule):
         self.num_worlds = 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Kills the worker if it is time."""
+        """Kills the second worker in its step."""
         mark = self.directory / "killed"
         if self.global_rank == 1 and self.trainer.global_step == KILLED_AT and not mark.exists():
             mark.write_text(str(time.time()))
@@ -49,11 +49,11 @@ class Layers(pl.LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Counts the worlds that this worker has been in."""
+        """Counts the worlds of this worker."""
         self.num_worlds += 1
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
-        """Notes the time, and stops after the new worker has joined."""
+        """Records the time, and stops after the new worker has joined."""
         if self.global_rank == 0:
             with (self.directory / "steps").open("a") as file:
                 file.write(json.dumps([time.time(), self.num_worlds, self.trainer.world_size]) + "\n")
@@ -61,12 +61,12 @@ class Layers(pl.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam: the state is three times the parameters."""
+        """Returns Adam, with which the training state has three times the size of the parameters."""
         return torch.optim.Adam(self.parameters())
 
 
 def measure(millions: int) -> tuple[float, float, float]:
-    """Seconds: a step with two workers, from the kill to the end of the next step, to that of the first with two."""
+    """Returns the seconds of a step, and from the kill to the next step and to the first step with two workers."""
     with tempfile.TemporaryDirectory() as directory:
         module = Layers(millions, Path(directory))
         trainer = pl.Trainer(
@@ -90,7 +90,7 @@ def measure(millions: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1], help="in millions")
     parser.add_argument("--rounds", type=int, default=7)

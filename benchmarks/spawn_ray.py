@@ -1,7 +1,8 @@
-"""The contenders of :mod:`benchmarks.spawn` on Ray, and the cluster that they share.
+"""Contenders of :mod:`benchmarks.spawn` on Ray, and the cluster that they share.
 
-Ray Train is taken at its best: the model is made where it is trained, only rank 0 has a checkpoint, of the weights
-alone, and it is written once, to where the main process reads it (``CheckpointUploadMode.NO_UPLOAD``).
+Ray Train has its fastest settings: the model is created in the worker, only rank 0 reports a checkpoint, which contains
+only the weights, and it is written once, to the path from which the main process reads it
+(``CheckpointUploadMode.NO_UPLOAD``).
 """
 
 import importlib.util
@@ -24,22 +25,22 @@ NAMES = RAY_TRAIN, OURS_ON_RAY
 WEIGHTS = "weights.pt"
 
 
-def is_there() -> bool:
-    """Whether Ray and what Ray Train needs are installed."""
+def is_available() -> bool:
+    """Returns whether Ray and the requirements of Ray Train are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("ray", "pyarrow"))
 
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """A Ray cluster on this machine, with a CPU for each worker.
+    """Starts a Ray cluster on this machine, with a CPU for each worker.
 
     Yields:
-        The environment variables with which interpreters find it.
+        Environment variables with which interpreters connect to the cluster.
     """
     import ray
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")}
-    # Workers inherit the first; the second lets Ray listen at 127.0.0.1 only.
+    # Workers inherit the first variable. With the second, Ray listens at 127.0.0.1 only.
     os.environ.update(PYTHONPATH=str(Path(__file__).parents[1]), RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         try:
@@ -60,18 +61,18 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def connect() -> None:
-    """Connects this interpreter to the cluster, so that this is on nobody's time."""
+    """Connects this interpreter to the cluster, before the clock starts."""
     import ray
 
     ray.init(log_to_driver=False, logging_level=logging.ERROR)
 
 
 class ContenderOnRay:
-    """See :class:`.Contender`.
+    """Returns a contender, see :class:`.Contender`.
 
     Args:
         name: One of :data:`NAMES`.
-        directory: An empty directory for the clock and for what Ray Train writes.
+        directory: Empty directory for the clock and the files of Ray Train.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -84,11 +85,11 @@ class ContenderOnRay:
 
 
 class RayTrainStages:
-    """What is measured of a Trainer, done by a ``TorchTrainer`` for each stage.
+    """The stages of a Trainer, each with a ``TorchTrainer``.
 
     Args:
-        clock: Of the contender.
-        directory: For checkpoints and what Ray Train writes.
+        clock: Clock of the contender.
+        directory: Directory for checkpoints and files of Ray Train.
     """
 
     def __init__(self, clock: Clock, directory: Path) -> None:
@@ -96,7 +97,7 @@ class RayTrainStages:
         self.directory = directory / "storage"
 
     def fit(self, model: Model, loader: Any) -> None:
-        """Trains such a model in workers, and loads the checkpoint that they return."""
+        """Trains a model in workers, and loads the checkpoint that they return."""
         result = self._run({"stage": "fit", "loader": loader, "frozen_mb": model.frozen_mb})
         with result.checkpoint.as_directory() as directory:
             model.load_state_dict(torch.load(Path(directory, WEIGHTS), mmap=True))
@@ -126,7 +127,7 @@ class RayTrainStages:
 
 
 def run_stage(config: dict[str, Any]) -> None:
-    """What each worker of Ray Train does, as Ray's documentation has it for Lightning."""
+    """Trains in a worker of Ray Train, as in Ray's documentation for Lightning."""
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer

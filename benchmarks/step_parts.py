@@ -1,16 +1,16 @@
-"""Where the time of a training step goes: microseconds per part, with DDP's reducer and without it.
+"""Parts of a training step: microseconds per part, with DDP's reducer and without it.
 
     python -m benchmarks.step_parts
     python -m benchmarks.step_parts --hidden 32 --rounds 24
 
-The ranks, the nets, and the way of measuring are those of :mod:`benchmarks.step_time`, over ``shm``. A part is a
+The ranks, the nets, and the method are those of :mod:`benchmarks.step_time`, over ``shm``. A part is a
 difference of times within one round:
 
 - computation: Lightning on one device in each rank, which exchanges nothing.
-- hooks: what a step takes longer if gradients are exchanged by all-reduces that return at once and change nothing. By
-  the reducer, this is DDP's forward pass, its copies, and the futures that it waits for. By the direct exchange, it is
-  the hooks in autograd and the copies of small gradients.
-- all-reduces: what a step takes longer if these all-reduces are carried out. This includes waiting for the slower rank.
+- hooks: the additional time of a step with all-reduces that return immediately and change nothing. With the reducer,
+  this is DDP's forward pass, its copies, and its futures. With the direct exchange, it is the hooks in autograd and the
+  copies of small gradients.
+- all-reduces: the additional time of a step with these all-reduces. It includes waiting for the slower rank.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from benchmarks.step_time import ALONE, NUM_HIDDEN
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.shm.native import NativeAllReduce
 
-#: Engine → the size of buckets that chooses it.
+#: Engine → the bucket size that selects it.
 ENGINES = {"direct": None, "reducer": 25}
 
 
 @contextmanager
 def without_all_reduces() -> Iterator[None]:
-    """Lets each compiled all-reduce return at once, without a change of its tensor."""
+    """Makes each native all-reduce return immediately, without a change of its tensor."""
     begin = NativeAllReduce.begin
     NativeAllReduce.begin = lambda self, call: True  # type: ignore[method-assign]
     try:
@@ -59,13 +59,13 @@ def train(engine: str, case: Case, length: Length) -> tuple[float, Tensor]:
 
 
 def train_without_all_reduces(engine: str, case: Case, length: Length) -> tuple[float, None]:
-    """Trains as :func:`train` does; each rank arrives at its own weights."""
+    """Trains as :func:`train` does; the weights of the ranks differ."""
     with without_all_reduces():
         return train(engine, case, length)[0], None
 
 
 def contenders() -> dict[str, Training]:
-    """Name → a training."""
+    """Returns the contenders: name → training."""
     found: dict[str, Training] = {ALONE: partial(train_over, "shm", train_alone)}
     for engine in ENGINES:
         found[engine] = partial(train_over, "shm", partial(train, engine))
@@ -74,7 +74,7 @@ def contenders() -> dict[str, Training]:
 
 
 def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, list[float]]]:
-    """Runs on every rank: all contenders, round by round, case by case; milliseconds by name."""
+    """Measures all contenders, round by round, case by case. Runs on every rank; returns milliseconds by name."""
     silence_lightning()
     results = []
     for case in cases:
@@ -85,7 +85,7 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, li
 
 
 def parts_of(ms: dict[str, list[float]]) -> dict[str, Spread]:
-    """Microseconds per part of a step, by engine and part."""
+    """Returns the microseconds per part of a step, by engine and part."""
     parts = {"computation": Spread.of([1e3 * sample for sample in ms[ALONE]])}
     for engine in ENGINES:
         pairs = {"hooks": (f"{engine}, no all-reduces", ALONE), "all-reduces": (engine, f"{engine}, no all-reduces")}
@@ -96,7 +96,7 @@ def parts_of(ms: dict[str, list[float]]) -> dict[str, Spread]:
 
 
 def main() -> None:
-    """Measures, prints, and writes."""
+    """Measures, prints the table, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 give every order once")

@@ -10,23 +10,22 @@ Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples p
 Per width three cases: plain; one metric averaged over ranks per step (``self.log(..., sync_dist=True)``, in the
 hand-written loop one all-reduce); four batches per optimizer step (in the hand-written loop ``no_sync`` on the first
 three). Two more cases at the first width: with BatchNorm, whose buffers are broadcast, and with 500 small parameters.
-The stock strategy talks over gloo; ours and the hand-written loop are measured over gloo and over our ``shm``. "No
-exchange" is Lightning on one device in each rank, side by side: what a step costs if the ranks exchange nothing. "Raw
-torch, one rank" is the hand-written loop, where each rank is alone in a process group of ``shm``.
+The stock strategy runs over gloo; ours and the hand-written loop are measured over gloo and over our ``shm``. "No
+exchange" is Lightning on one device in each rank: the cost of a step if the ranks exchange nothing. "Raw torch, one
+rank" is the hand-written loop with each rank in a separate process group of ``shm``.
 
-With ``--accelerator gpu`` two ranks with a GPU each, all over NCCL, and the GPUs are waited for when the clock is read.
-With one GPU there is one rank: nothing is exchanged then, and stock has no broadcast to wait for; the output says so.
+With ``--accelerator gpu``, there are two ranks with a GPU each, over NCCL, and the program waits for the GPUs before it
+reads the clock. With one GPU there is one rank, which exchanges nothing and has no broadcast; the output reports this.
 
-How it is measured: the ranks start once; in them the contenders take turns, one short training each per round, in an
-order that changes from round to round. Before one that talks over something else than the one before, the ranks leave
-their process group and join another; that is not timed. A step is one batch, and its time includes all that the loop
-does between two batches. Both ranks read the clock and the slower one counts, since a job is as slow as its slowest
-rank. Ratios are taken within a round. All contenders that exchange gradients must arrive at the same weights, else the
-program fails.
+Method: the ranks start once. In them, the contenders alternate, one short training each per round, in an order that
+changes from round to round. Before a contender with another backend than the previous contender, the ranks leave their
+process group and join another; this is not timed. A step is one batch, and its time includes all work of the loop
+between two batches. The slower rank counts, because a job is as slow as its slowest rank. Ratios are computed within a
+round. The program fails if the trained weights of contenders that exchange gradients differ.
 
-How to read it: a step of 2 ms is almost all latency, of Python and of round trips, hardly arithmetic. The ratio at h=32
-says what a loop costs, and will not be found with a model whose step takes 100 ms. On a host with as many ranks as
-cores every other process shows in the numbers.
+Interpretation: a step of 2 ms consists mostly of latencies, of Python and of round trips. The ratio at h=32 shows the
+cost of a loop, and is not visible with a model whose step takes 100 ms. On a host with as many ranks as cores, every
+other process affects the results.
 """
 
 import argparse
@@ -79,9 +78,9 @@ BY_HAND_OVER_SHM = "raw torch, shm"
 BY_HAND_ONE_RANK = "raw torch, one rank"
 ALONE = "no exchange"
 ACCUMULATE = 4
-#: Hidden layers of the net with 500 parameters.
+#: Number of hidden layers of the net with 500 parameters.
 NUM_HIDDEN = 249
-#: Ratio, case, and what the ratio is to be at least.
+#: Goals: ratio, case, and smallest accepted ratio.
 LEAST = (
     (f"ddp/{OURS}", "h=32 plain", 3.1),
     (f"ddp/{OURS}", "h=32 metric", 3.2),
@@ -89,7 +88,7 @@ LEAST = (
     (f"ddp/{OURS}", "h=32 BatchNorm", 2.8),
     (f"ddp/{OURS}", "h=1024 plain", 2.4),
 )
-#: The same, and what the ratio is to be at most.
+#: Goals: ratio, case, and largest accepted ratio.
 MOST = (
     (f"{OURS}/{ALONE}", "h=32 plain", 1.3),
     (f"{OURS}/{ALONE}", "h=32 metric", 1.2),
@@ -100,7 +99,7 @@ MOST = (
 
 
 def contenders_on(accelerator: str, peer: str) -> dict[str, Training]:
-    """What takes part: name → a training."""
+    """Returns the contenders: name → training."""
     if accelerator == "gpu":
         device = torch.device("cuda", torch.cuda.current_device())
         return {
@@ -120,7 +119,7 @@ def contenders_on(accelerator: str, peer: str) -> dict[str, Training]:
 
 
 def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Runs on every rank: all contenders, round by round, case by case.
+    """Measures all contenders, round by round, case by case. Runs on every rank.
 
     Returns:
         Per case: ``ms`` (contender → one value per round), ``peak_mb`` (contender → by how much the memory of this rank
@@ -155,9 +154,9 @@ def with_peak(train: Training, peak_mb: list[float], case: Case, length: Length)
         What the training returns.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what others have freed, glibc still has
+    ctypes.CDLL(None).malloc_trim(0)  # returns memory to the system that glibc has kept
     before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from now on
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
     result = train(case, length)
     lines = Path("/proc/self/status").read_text().splitlines()
     [peak_kib] = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
@@ -192,7 +191,7 @@ def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) 
 
 
 def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges what the ranks measured of one case; the slower rank of a round counts."""
+    """Merges the measurements of one case; the slower rank of a round counts."""
     ms = of_slowest_rank([rank["ms"] for rank in per_rank])
     peak_mb = of_slowest_rank([rank["peak_mb"] for rank in per_rank])
     pairs = [(peer, OURS), (peer, OURS_OVER_GLOO), (BY_HAND, OURS), (BY_HAND, BY_HAND_OVER_SHM), (OURS, ALONE)]
@@ -212,7 +211,7 @@ def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str
 
 
 def growth(summaries: list[dict[str, Any]]) -> str:
-    """One line on whether later rounds cost more than earlier ones: time of ours, memory and threads of rank 0."""
+    """Returns a line that compares later with earlier rounds: our time, and memory and threads of rank 0."""
     drifts, megabytes = [], []
     for summary in summaries:
         times, rss_mb = summary["rounds_ms_per_step"][OURS], summary["rounds_rank_0"]["rss_mb"]
@@ -231,7 +230,7 @@ def growth(summaries: list[dict[str, Any]]) -> str:
 
 
 def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was to be reached beside what was: per goal and case ``wanted``, ``reached`` and ``is_met``."""
+    """Returns the goals with the reached values: per goal and case ``wanted``, ``reached``, and ``is_met``."""
     ratios = {
         (ratio, summary["case"]): spread["median"]
         for summary in summaries
@@ -252,7 +251,7 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ranks_in_words(accelerator: str, world_size: int) -> str:
-    """What was measured on, for titles."""
+    """Describes the ranks, for titles."""
     if accelerator == "cpu":
         return f"{world_size} CPU ranks"
     name = torch.cuda.get_device_name(0)
@@ -277,7 +276,7 @@ def present(
         "Ratio of times within a round: median over rounds [quartiles]",
         ["case", *ratios],
         [[label, *(factors[ratio][row].text() for ratio in ratios)] for row, label in enumerate(labels)],
-        caption="A ratio above 1 means that the one named second is faster.",
+        caption="A ratio above 1 means that the second contender is faster.",
     )
     print_table(
         "MB by which the memory of a rank grows in a training, at most: median over rounds",
@@ -301,9 +300,9 @@ def present(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="what the ranks compute on")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="accelerator of the ranks")
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 12 give every order once")
@@ -313,16 +312,16 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     if arguments.accelerator == "gpu" and not torch.cuda.is_available():
-        parser.error("--accelerator gpu: there is none, torch.cuda.is_available() is False")
+        parser.error("--accelerator gpu: there is no GPU, torch.cuda.is_available() is False")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments
 
 
 def main() -> None:
-    """Measures, then prints, writes and draws."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
-    # A multiple of the accumulation, so that the timed batches hold whole optimizer steps.
+    # A multiple of the accumulation, so that the timed batches contain whole optimizer steps.
     length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
     cases = [
         case
@@ -353,7 +352,7 @@ def main() -> None:
     ranks, file_name = ranks_in_words(arguments.accelerator, world_size), "step_time" if is_cpu else "step_time_gpu"
     if not is_cpu:
         settings.update(ranks=ranks, world_size=world_size)
-    goals = compare_with_goals(summaries) if is_cpu else []  # they are for gloo and shm
+    goals = compare_with_goals(summaries) if is_cpu else []  # the goals are for gloo and shm
     present(summaries, goals, ranks, arguments.output, file_name)
     payload = {"settings": settings, "goals": goals, "growth": growth(summaries), "results": summaries}
     write_json(arguments.output, file_name, payload)

@@ -1,4 +1,4 @@
-"""Measured side of ``--against REV``: a process of one revision, which measures a row whenever it gets its turn.
+"""Measured side of ``--against REV``: a process of one revision, which measures a row in each of its turns.
 
 :mod:`benchmarks.against` starts one such process per revision, with ``python -m benchmarks.turns``. The process builds
 the rows of a :class:`Part`, connects to the comparing process and sends the rows that it has. Then it receives the name
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import names, rank_launcher
 
-#: How long a rank waits for its next turn; a run of the other revision is in between.
+#: Timeout of a rank for its next turn; a run of the other revision is in between.
 TURN_TIMEOUT = timedelta(hours=12)
 
 
@@ -45,7 +45,7 @@ class Part:
 
     Attributes:
         rows: Function that returns the rows by name, as ``module:function``. It runs on every rank.
-        arguments: Keyword arguments of the function, as JSON can hold them.
+        arguments: Keyword arguments of the function, of types of JSON.
         rounds: Number of times that each row is measured.
         num_ranks: Number of ranks that measure together; 0 if one process without a process group measures.
         backend: Backend of the ranks' first process group.

@@ -1,11 +1,11 @@
-"""What ``uneven_inputs`` costs while all ranks have data: milliseconds per training step, beside stock.
+"""Cost of ``uneven_inputs`` while all ranks have data: milliseconds per training step, compared with stock.
 
     python -m benchmarks.uneven_inputs
     python -m benchmarks.uneven_inputs --hidden 32 --rounds 21
 
-The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: stock ``ddp`` and
-``ddp_ext`` with a loader that has a length, with and without ``uneven_inputs="join"``; and the same with a stream, of
-which nobody knows how many batches it has, so that ranks tell each other in each step.
+The ranks, the net, and the method are those of :mod:`benchmarks.step_time`. Contenders: stock ``ddp`` and ``ddp_ext``
+with a loader that has a length, with and without ``uneven_inputs="join"``; and the same with a stream of an unknown
+number of batches, so that ranks exchange in each step whether they have a batch.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PAIRS = (
 
 
 def contenders() -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
-    """What takes part: name → a training."""
+    """Returns the contenders: name → training."""
     join = partial(DDPStrategy, uneven_inputs="join")
     return {
         "ddp": partial(train_over, "gloo", partial(train_with_lightning, "ddp")),
@@ -52,7 +52,7 @@ def contenders() -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
 
 
 def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, list[float]]]:
-    """Runs on every rank: all contenders, round by round, case by case; milliseconds by name."""
+    """Measures all contenders, round by round, case by case. Runs on every rank; returns milliseconds by name."""
     silence_lightning()
     results = []
     for case in cases:
@@ -63,7 +63,7 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, li
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="width of the hidden layers")
     parser.add_argument("--rounds", type=int, default=11)

@@ -163,7 +163,7 @@ def state_in_a_step(strategy: str) -> None:
 
 
 def argument(strategy: str) -> None:
-    """An argument has a name that nobody takes."""
+    """An argument has a name that no strategy accepts."""
     ext.DDPStrategy(find_unused_parameter=True)
 
 
@@ -173,7 +173,7 @@ def combination(strategy: str) -> None:
 
 
 def devices(strategy: str) -> None:
-    """A device that is not there."""
+    """A device that does not exist."""
     ext.DDPStrategy(parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 7)])
 
 

@@ -1,6 +1,6 @@
 """Takes pictures of pages of the built site with a headless browser, as wide as a desk's screen and as a phone's.
 
-    python docs/screenshots.py                         # five pages, 1280 and 390 pixels wide, into build/look
+    python docs/screenshots.py                         # five pages, 1280 and 390 pixels wide, into build/screenshots
     python docs/screenshots.py --dark dp choose        # these pages, in dark colours
 
 It fails where a page is wider than its window, so that a reader would have to scroll sideways. The browser is Debian's
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SITE, PICTURES = ROOT / "build" / "site", ROOT / "build" / "look"
+SITE, PICTURES = ROOT / "build" / "site", ROOT / "build" / "screenshots"
 PAGES = ("index", "choose", "ddp_spawn", "benchmarks", "troubleshooting")
 WIDTHS = {1280: 900, 390: 844}
 #: Pictures end here: what is further down looks as what is above it.
@@ -147,7 +147,7 @@ def main() -> int:
     if program is None:
         print(
             f"There is no browser {arguments.chromium!r} here. Install one (apt install chromium), or name yours:"
-            " make docs-look CHROMIUM=/path/to/chromium",
+            " make docs-screenshots CHROMIUM=/path/to/chromium",
             file=sys.stderr,
         )
         return 2

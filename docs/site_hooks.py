@@ -5,7 +5,7 @@ In the repository a link goes from file to file, so that it works wherever the s
 - pages of :data:`PAGES`, which stand outside of ``docs/``, are pages of their own;
 - pictures of the benchmarks are copied;
 - what else is not on the site (a test, a module) keeps its text and loses its link;
-- a link to a file that is not there is a warning, which fails a strict build.
+- a link to a file that does not exist is a warning, which fails a strict build.
 
 A built page that would load something from another host fails the build too.
 """

@@ -2,9 +2,9 @@
 
     python -m docs.versions_table py310 --report report.xml
 
-``noxfile.py`` calls it with the interpreter of the corner's environment, which it asks for the versions. What was seen
-is kept in ``docs/versions.json``, one entry per corner. The table is made anew of all entries, so a run of one corner
-leaves the others as they were. A ``note`` that is written into an entry by hand stays until that corner runs again.
+``noxfile.py`` calls it with the interpreter of the corner's environment, from which it reads the versions. The results
+are in ``docs/versions.json``, one entry per corner. The table is written again from all entries, so a run of one corner
+changes no other rows. A ``note`` that is written into an entry by hand stays until that corner runs again.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def surroundings(horovod_log: Path | None) -> dict[str, Any]:
 
 
 def page(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with the part that is written made anew; what stands around it stays."""
+    """Returns the page with the generated part written again, and the rest unchanged."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

@@ -58,7 +58,7 @@ class DigitsData(pl.LightningDataModule):
 
 
 class DigitsNet(pl.LightningModule):
-    """Two convolutions with batch normalisation, then a linear classifier: 20,554 parameters.
+    """Two convolutions with batch normalization, then a linear classifier: 20,554 parameters.
 
     Args:
         lr: Learning rate of Adam.

@@ -1,7 +1,7 @@
 """Trains on the handwritten digits of ``examples/digits.py`` in a loop of one's own, with Fabric and any strategy.
 
     python examples/fabric_digits.py                             # strategy="ddp_ext", two CPU processes
-    python examples/fabric_digits.py --strategy ddp_spawn_ext    # worker processes; the function's value comes back
+    python examples/fabric_digits.py --strategy ddp_spawn_ext    # worker processes; the function's value is returned
     python examples/fabric_digits.py --strategy dp_ext           # one process, two replicas
 
 The loop is the same for all of them.

@@ -1,4 +1,4 @@
-r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, also with ranks that come and go.
+r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, also with ranks that join and leave.
 
     horovodrun --gloo -np 2 python examples/horovod_digits.py
     python examples/horovod_digits.py --devices 2                  # starts the two ranks itself
@@ -6,9 +6,9 @@ r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, als
     horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script examples/horovod_hosts.sh \
         python examples/horovod_digits.py --elastic --epochs 100
 
-With ``--elastic``, ranks may die, leave and join while it trains. Each says the number of its process when it has begun
-to train: kill one, and the others go on. Write a line more into the file that ``examples/horovod_hosts.sh`` reads, and
-a rank joins.
+With ``--elastic``, ranks may exit, leave, and join during the training. Each rank prints its process ID when it starts
+to train: kill one, and the others continue. Add a line to the file that ``examples/horovod_hosts.sh`` reads, and a rank
+joins.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Worlds(Callback):
 def main() -> None:
     """Trains, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elastic", action="store_true", help="ranks may come and go")
+    parser.add_argument("--elastic", action="store_true", help="ranks may join and leave")
     parser.add_argument("--devices", type=int, default=1, help="ranks to start, where nothing else starts them")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=10)

@@ -30,7 +30,7 @@ def k_means(images: Tensor, num_clusters: int, seed: int) -> tuple[Tensor, float
     Args:
         images: All of them, one per row; workers share the memory that they are in.
         num_clusters: How many centers.
-        seed: Of the choice of the images that are the first centers, the same in all workers.
+        seed: Seed of the choice of the images that are the first centers, the same in all workers.
 
     Returns:
         The centers, the mean squared distance of an image to the nearest one, and the number of rounds that it fell.

@@ -1,4 +1,4 @@
-"""Trains the same network on one device, with Lightning's strategy and with ours, and prints what comes back of each.
+"""Trains the same network on one device, with Lightning's strategy and with ours, and prints the results of each.
 
     python examples/tour.py                            # strategy="ddp_spawn_ext"
     python examples/tour.py --strategy ddp_ext         # or another of ours, but horovod_elastic_ext
@@ -195,7 +195,7 @@ def main() -> None:
     if stock is not None:
         columns[stock] = run(stock)
     columns[arguments.strategy] = run(arguments.strategy)
-    table = Table("after fit, test and predict", *columns, title="What comes back")
+    table = Table("after fit, test and predict", *columns, title="Results")
     for row in columns[ONE_DEVICE]:
         table.add_row(row, *(in_words(column[row]) for column in columns.values()))
     Console().print(table)

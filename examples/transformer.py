@@ -121,7 +121,7 @@ class Transformer(pl.LightningModule):
 
     @torch.inference_mode()
     def write(self, beginning: bytes, num_bytes: int, temperature: float = 0.7) -> str:
-        """Goes on with a text."""
+        """Continues a text."""
         self.eval()
         values = torch.tensor([list(beginning)])
         for _ in range(num_bytes):

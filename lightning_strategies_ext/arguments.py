@@ -2,10 +2,10 @@
 
 import platform
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.multiprocessing
@@ -51,33 +51,38 @@ def check_hang_timeout(hang_timeout: Any) -> float | None:
     return None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, advice)
 
 
-def check_no_old_names(cls: type, names: Iterable[str]) -> None:
-    """Rejects arguments by their names in earlier versions.
-
-    Args:
-        cls: The strategy.
-        names: Names of the arguments that the user passed.
-
-    Raises:
-        TypeError: If an argument has been renamed.
-    """
-    for name in names:
-        if name in _RENAMED:
-            raise TypeError(f"`{cls.__name__}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
-
-
 def rejects_old_names(constructor: Callable[P, None]) -> Callable[P, None]:
     """Returns a constructor that rejects arguments by their names in earlier versions, with the same signature.
 
-    For classes whose constructor takes no ``**kwargs``; others call :func:`check_no_old_names`.
+    It raises a TypeError that contains the present name. Constructors that pass ``**kwargs`` to such a constructor need
+    no decorator.
     """
 
     @wraps(constructor)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        check_no_old_names(type(args[0]), kwargs)
+        for name in kwargs.keys() & _RENAMED.keys():
+            kind = type(args[0]).__name__
+            raise TypeError(f"`{kind}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
         constructor(*args, **kwargs)
 
     return checked
+
+
+class RenamedAttribute:
+    """Method or property of a strategy under its name in earlier versions: an access raises an AttributeError.
+
+    Args:
+        name: Its present name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set_name__(self, owner: type, old_name: str) -> None:
+        self._old_name = old_name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"`{owner.__name__}.{self._old_name}` was renamed. Use `{self._name}`.")
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

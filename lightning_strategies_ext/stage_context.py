@@ -6,9 +6,12 @@ world, so that a stage starts without the failure, the interrupt, and the keys i
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from lightning_strategies_ext._system.peers import Peer
@@ -21,14 +24,22 @@ from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
 from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
-
-if TYPE_CHECKING:
-    from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputsController
+from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputs, UnevenInputsController
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
 LOCAL_REASON_TIMEOUT_S = 0.75
 REMOTE_REASON_TIMEOUT_S = 2.0
 _EXPLAINED = (RankFailedError, UnevenInputsError)
+
+
+class ParameterTracker(Protocol):
+    """Part of a gradient exchange that tracks the parameters whose gradients are exchanged."""
+
+    def find_added(self, model: Any) -> Sequence[Tensor]:
+        """Returns the parameters of a model that were added to it, or have replaced others."""
+
+    def follow_added(self, model: Any) -> None:
+        """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
 
 
 class StageContext:
@@ -50,8 +61,10 @@ class StageContext:
         local_collectives: Collectives in place of the engine's, for a rank that has failed or has not joined yet.
         failure_monitor: Failure monitor of this rank; None in elastic training and for a rank without peers.
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
+        parameter_tracker: Part of the gradient exchange that follows added parameters; None outside ``fit``.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's evaluation loop when the rank leaves the stage.
+        must_requeue: Whether all ranks have agreed to requeue the job, and have not done so yet.
         was_stop_requested: Whether a SIGTERM came after the last step of the stage.
     """
 
@@ -74,6 +87,7 @@ class StageContext:
         self.local_collectives: LocalCollectives | None = None
         self.failure_monitor: FailureMonitor | None = None if previous is None else previous.failure_monitor
         self.gradient_exchange: GradientExchange | None = None
+        self.parameter_tracker: ParameterTracker | None = None
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
@@ -83,7 +97,7 @@ class StageContext:
         self._release_sigterm: Callable[[], None] | None = None if previous is None else previous._release_sigterm
         self._requeue: Callable[[], None] | None = None if previous is None else previous._requeue
         self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
-        self._must_requeue: bool = previous is not None and previous._must_requeue
+        self.must_requeue: bool = previous is not None and previous.must_requeue
         self._is_interrupted = self._must_stop = False
         if previous is not None:
             previous._close()
@@ -123,6 +137,25 @@ class StageContext:
         self.failure_monitor.begin_stage(hang_timeout_s)
         self.failure_monitor.on_failure = self.stop_communicating
 
+    def is_group_intact(self) -> bool:
+        """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
+
+        A failure that ends a stage breaks the group, and the script may catch the exception on all ranks.
+
+        Raises:
+            Exception: If the collective fails because another rank has failed in this stage.
+        """
+        try:
+            self.collectives.reduce_boolean_decision(True)
+        except Exception as exception:
+            monitor = self.failure_monitor
+            if not is_collective_error(exception) or (
+                monitor is not None and monitor.wait_for_failure(REMOTE_REASON_TIMEOUT_S) is not None
+            ):
+                raise
+            return False
+        return True
+
     def start_stop_agreement(
         self,
         confirm: Callable[[], None] | None = None,
@@ -142,8 +175,8 @@ class StageContext:
             is_requested: Whether the ranks know already that they have to stop.
         """
         self._confirm_sigterm, self._release_sigterm = confirm, release
-        was_requested = self._requeue is not None and (self._is_requeue_requested or self._must_requeue)
-        self._requeue, self._must_requeue = requeue, False
+        was_requested = self._requeue is not None and (self._is_requeue_requested or self.must_requeue)
+        self._requeue, self.must_requeue = requeue, False
         self._is_requeue_requested = requeue is not None and was_requested
         self._must_stop = is_requested
         self._begin_agreement(is_requested=is_requested)
@@ -169,6 +202,19 @@ class StageContext:
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
         self._stage_exit_handler = StageExitHandler(self.failure_monitor, ends_with_process=is_job)
+
+    def start_uneven_inputs(self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device) -> None:
+        """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
+
+        Args:
+            mode: Reaction to uneven inputs.
+            trainer: The Trainer.
+            device: Device of the small tensors that ranks exchange for it.
+        """
+        if self.size > 1:
+            self.uneven_inputs = UnevenInputsController(
+                mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
+            )
 
     # --- between steps ---
 
@@ -221,11 +267,11 @@ class StageContext:
         assert self._stop_agreement is not None
         if self._requeue is not None and self._stop_agreement.has_common_step:
             is_requested, self._is_requeue_requested = self._is_requeue_requested, False
-            self._must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
+            self.must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
             if not any_rank(self._must_stop):
                 self._begin_agreement(is_requested=False)
                 return
-            if self._must_requeue:
+            if self.must_requeue:
                 self.requeue()
         skip_freeing_at_exit()
         if self._is_interrupted:
@@ -234,16 +280,11 @@ class StageContext:
         self._confirm_sigterm()
         raise SIGTERMException
 
-    @property
-    def must_requeue(self) -> bool:
-        """Whether all ranks have agreed to requeue the job, and have not done so yet."""
-        return self._must_requeue
-
     def requeue(self) -> None:
         """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
         assert self._requeue is not None
         self._requeue()
-        self._must_requeue = self._is_requeue_requested = False
+        self.must_requeue = self._is_requeue_requested = False
 
     # --- the store ---
 
@@ -351,4 +392,8 @@ class StageContext:
         for part in (self.uneven_inputs, self.gradient_exchange, self.evaluation):
             if part is not None:
                 part.close()
-        self.gradient_exchange = self.uneven_inputs = self.evaluation = None
+        self.gradient_exchange = self.parameter_tracker = self.uneven_inputs = self.evaluation = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The rest belongs to this process: a worker enters the stage itself.
+        return StageContext, (self._create_collectives,), {"was_stop_requested": self.was_stop_requested}

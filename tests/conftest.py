@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from tests.support import environments, ranks, tiers
+from tests.support import ranks, tiers, virtual_environments
 from tests.support.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
@@ -32,8 +32,8 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 # Tests run at once, and their models are small: more threads would only wait for each other.
 torch.set_num_threads(1)
 
-# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them for ever, once a
-# test before it, or the parameters of one, has computed in parallel in this process.
+# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them indefinitely, if
+# an earlier test, or its parameters, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
@@ -70,9 +70,9 @@ def torchrun_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environments.build_wheel(tmp_path_factory.mktemp("dist"))
+    return virtual_environments.build_wheel(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")
-def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
-    return environments.make_environment(wheel, tmp_path_factory.mktemp("wheel"))[0]
+def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> virtual_environments.Environment:
+    return virtual_environments.make_environment(wheel, tmp_path_factory.mktemp("wheel"))[0]

@@ -1,4 +1,4 @@
-"""The promises of saving: whoever is killed meanwhile leaves the last good checkpoint, and nothing else."""
+"""The promises of saving: a process that is killed meanwhile leaves the last good checkpoint, and nothing else."""
 
 import mmap
 import os
@@ -65,7 +65,7 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 0) -> int:
-    """Kills processes that save one numbered checkpoint after the other; each goes on where the last was killed.
+    """Kills processes that save one numbered checkpoint after the other; each continues where the last was killed.
 
     Returns:
         How many of them left something that does not load, or is older than what had been saved.

@@ -18,9 +18,9 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 
 from lightning_strategies_ext import __main__, doctor
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
-from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
 from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import REPOSITORY, run_script
+from tests.support.virtual_environments import PACKAGE, Environment, Report, make_environment, table
 
 #: What torch calls, beside the package.
 AUTOLOAD = f"{PACKAGE}_autoload"
@@ -344,7 +344,9 @@ def test_a_module_that_raises_breaks_only_the_script_that_asks_for_it(third_part
 
 
 @pytest.mark.processes
-def test_registering_again_says_nothing_new_about_other_packages(third_parties: Environment, tmp_path: Path) -> None:
+def test_registering_again_prints_no_further_notice_about_other_packages(
+    third_parties: Environment, tmp_path: Path
+) -> None:
     env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
     script = """
 import json, lightning.pytorch.strategies as strategies
@@ -392,7 +394,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
 
 
 @pytest.mark.processes
-def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() -> None:
+def test_the_printed_table_fits_in_80_columns_with_a_row_for_each_group() -> None:
     result = run_script("-m", PACKAGE, env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines())) <= 80
     rows = [re.split("│", line)[1].strip() for line in result.stdout.splitlines() if "│" in line]
@@ -413,7 +415,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() 
 @pytest.mark.processes
 def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this.
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = run_script("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
     assert json.loads(result.stdout)["environment"]["ranks here"] == "started by horovodrun"
@@ -430,7 +432,7 @@ def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.processes
-def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
+def test_the_doctor_reports_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
     _, shown = findings_of(third_parties, "doctor", returncode=1)
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]
     assert shown["raising_one"]["is_error"]

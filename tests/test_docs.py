@@ -59,7 +59,7 @@ NAV = list(entries(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as git hosts make them."""
+    """Anchors of a page's headings, as git hosts create them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -105,7 +105,7 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_there"),
+    ("name", "is_existing"),
     [
         ("tests/test_docs.py", True),
         ("tests.test_docs::test_the_site_has_every_page_once", True),
@@ -115,9 +115,9 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
         ("tests.test_no_docs::test_the_site_has_every_page_once", False),
     ],
 )
-def test_ids_of_removed_and_renamed_tests_are_found(name: str, is_there: bool) -> None:
+def test_ids_of_removed_and_renamed_tests_are_found(name: str, is_existing: bool) -> None:
     assert _TEST.findall(f"`{name}[a-1]`") == [name]
-    assert exists(name) is is_there
+    assert exists(name) is is_existing
 
 
 def test_names_of_tests_have_at_most_80_characters() -> None:
@@ -176,7 +176,7 @@ def environment_variables_of_the_package() -> set[str]:
 
 def test_each_environment_variable_of_the_package_is_documented() -> None:
     names = environment_variables_of_the_package()
-    assert {"LIGHTNING_STRATEGIES_EXT_CACHE", "CC", "RAY_ADDRESS"} < names
+    assert {"LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "CC", "RAY_ADDRESS"} < names
     text = (DOCS / "environment_variables.md").read_text()
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 

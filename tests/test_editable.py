@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import environments, ranks
-from tests.support.environments import Environment, copy_checkout
+from tests.support import ranks, virtual_environments
+from tests.support.virtual_environments import Environment, copy_checkout
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def environment(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Env
     """One in which that checkout is installed."""
     directory = tmp_path_factory.mktemp("environment")
     wheel = build_editable(tmp_path_factory.mktemp("wheel"), checkout)
-    return environments.make_environment(wheel, directory)[0]
+    return virtual_environments.make_environment(wheel, directory)[0]
 
 
 def test_the_names_are_those_of_the_checkout(environment: Environment, checkout: Path):

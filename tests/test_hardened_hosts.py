@@ -121,7 +121,7 @@ def test_the_death_of_a_rank_ends_the_others_at_once(conditions: str, strategy: 
 def test_a_rank_that_torchrun_starts_again_finds_its_commit(conditions: str, script: Path, tmp_path: Path):
     result = run_hardened(
         *TORCHRUN, script, "ddp_elastic_ext", conditions=conditions, MARKER=str(tmp_path / "killed"),
-        LIGHTNING_STRATEGIES_EXT_CACHE=str(tmp_path / "cache"),
+        LIGHTNING_STRATEGIES_EXT_CACHE_DIR=str(tmp_path / "cache"),
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     assert "from the commit at step 0" in result.stdout

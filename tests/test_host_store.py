@@ -27,7 +27,7 @@ from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.torch_distributed import process_group, rendezvous
 from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script, start_script
 
-NOBODY = 65_500
+OTHER_USER = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -262,7 +262,7 @@ def test_ranks_that_another_launcher_has_started_from_a_rank_do_not_use_its_stor
 
 
 def as_another_user(program: str, *args: str) -> "subprocess.CompletedProcess[str]":
-    become = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    become = f"import os; os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})\n"
     imported = "import sys, torch.distributed as dist; from lightning_strategies_ext import host_store\n"
     command = [sys.executable, "-c", imported + become + program, *args]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
@@ -288,7 +288,7 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
     name = host_store.new_name()
     program = (
         "import os, sys\nfrom lightning_strategies_ext import host_store\n"
-        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        f"os.setgid({OTHER_USER}); os.setuid({OTHER_USER})\n"
         "host_store.is_of_this_user = lambda connection: True\n"
         "host_store.serve(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
     )
@@ -302,7 +302,7 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
 
 SQUAT = f"""
 import os, socket, sys
-os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})
 listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 listening.bind("\\0" + sys.argv[1])
 listening.listen(0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.from_wheel import NET
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+from tests.wheel_check import NET
 
 pytestmark = pytest.mark.processes
 

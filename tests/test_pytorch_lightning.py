@@ -1,4 +1,4 @@
-"""Whoever says ``pytorch_lightning`` gets the same: from modules that are made from those for ``lightning``."""
+"""``pytorch_lightning`` has the same strategies, in modules that are generated from those for ``lightning``."""
 
 import json
 from importlib.metadata import version
@@ -9,7 +9,7 @@ import pytest
 
 import hatch_build
 from lightning_strategies_ext import lightning_names
-from tests.support import environments, mirrored_repository
+from tests.support import mirrored_repository, virtual_environments
 from tests.support.ranks import REPOSITORY, run_script
 
 #: Tests that are run once more, with the other name in them; ``make matrix CORNERS=other_name`` runs all.
@@ -41,7 +41,7 @@ def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
     assert [str(path) for path in expected if expected[path] != found[path]] == [], "run `python hatch_build.py`"
 
 
-def test_none_of_them_says_lightning():
+def test_no_generated_module_names_lightning():
     modules = hatch_build.modules_of(REPOSITORY)
     for path, text in hatch_build.twins(REPOSITORY).items():
         imported = hatch_build.imported_by(text, modules)
@@ -126,11 +126,11 @@ def test_both_packages_train_alike_in_one_process_and_refuse_each_others_strateg
 
 
 @pytest.fixture(scope="module")
-def without_lightning(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
+def without_lightning(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> virtual_environments.Environment:
     """Where there is ``pytorch_lightning`` only."""
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
     directory = tmp_path_factory.mktemp("without_lightning")
-    return environments.make_environment(wheel, directory, without=("lightning", "lightning-*"))[0]
+    return virtual_environments.make_environment(wheel, directory, without=("lightning", "lightning-*"))[0]
 
 
 FIT = """
@@ -218,7 +218,7 @@ def test_strategies_are_for_the_imported_name_or_else_for_lightning(tmp_path, im
 @pytest.mark.processes
 def test_other_packages_register_strategies_for_the_other_name(wheel, tmp_path):
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
-    environment, site = environments.make_environment(wheel, tmp_path)
+    environment, site = virtual_environments.make_environment(wheel, tmp_path)
     about = site / "other-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
@@ -246,9 +246,9 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 
 
 @pytest.mark.processes
-def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel, tmp_path):
+def test_without_any_lightning_the_error_names_the_package_to_install(wheel, tmp_path):
     lightning = ("lightning", "lightning-*", "lightning_fabric*", "pytorch_lightning*")
-    environment, _ = environments.make_environment(wheel, tmp_path, without=lightning)
+    environment, _ = virtual_environments.make_environment(wheel, tmp_path, without=lightning)
     for command in (("-m", lightning_names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):
         result = environment.run(*command)
         assert result.returncode == 1

@@ -14,9 +14,9 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_strategies_ext
-from tests.support.environments import PACKAGE, Environment, copy_checkout, make_environment
 from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_command, run_script
+from tests.support.virtual_environments import PACKAGE, Environment, copy_checkout, make_environment
 
 TEXT = (REPOSITORY / "README.md").read_text()
 MAX_LINES, MAX_WIDTH, MAX_WORDS_IN_CELL = 130, 120, 20

@@ -94,7 +94,7 @@ def test_the_table_of_promises_names_tests_that_exist(request: pytest.FixtureReq
         if test.partition("[")[0] in functions and not any("[" in argument for argument in request.config.args):
             items = [item for item in collected if represents(test, item)]
             assert items, f"{test} has no such parameters"
-            assert not any(item.get_closest_marker("long") for item in items), f"{test} runs only with `make long`"
+            assert not any(item.get_closest_marker("slow") for item in items), f"{test} runs only with `make slow`"
 
 
 def test_each_support_module_is_explained() -> None:

@@ -26,7 +26,7 @@ def alone():
 
 
 @pytest.mark.parametrize("strategy", OF_ALL_RANKS)
-def test_what_comes_back_is_what_one_device_gives(strategy, alone):
+def test_the_results_are_those_of_one_device(strategy, alone):
     seen = run(strategy)
     assert seen.keys() == alone.keys()
     assert seen.pop("predictions that came back") == OF_ALL_RANKS[strategy]
@@ -37,7 +37,7 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
     assert alone["held-out accuracy"] > 0.85
 
 
-def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock():
+def test_the_table_has_a_column_for_each_and_shows_what_is_lost_with_stock():
     result = run_script(REPOSITORY / "examples/tour.py", "--strategy", "ddp_fork_ext", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]

@@ -99,7 +99,7 @@ def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, 
     assert (pages / "versions.md").read_text().count("**py310**") == 1
 
 
-def test_a_corner_that_could_not_run_says_so_and_why(pages: Path, tmp_path: Path) -> None:
+def test_a_corner_that_could_not_run_has_the_reason(pages: Path, tmp_path: Path) -> None:
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     versions_table.main(["py310", "--report", str(tmp_path / "there is none")])
     assert [row[4] for row in rows(pages).values()] == ["not run", "not run"]
@@ -114,7 +114,7 @@ def test_a_run_that_ended_early_is_not_taken_for_a_whole_one(pages: Path, report
     assert "Not all tests have run: the run was interrupted." in (pages / "versions.md").read_text()
 
 
-def test_a_corner_without_horovod_says_how_its_building_ended(pages: Path, report: Path, tmp_path: Path) -> None:
+def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, report: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"Fetching the source.\n\nNinja is not here: {Path.home()}/bin is empty.\n")
     versions_table.main(["py310", "--report", str(report), "--horovod-log", str(log)])

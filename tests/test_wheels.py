@@ -1,4 +1,4 @@
-"""The promises of what is released: whoever installs a wheel needs no checkout and no compiler."""
+"""The promises of the release: the installation of a wheel needs no checkout and no compiler."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from hatch_build import ADDRESS_VARIABLE, MACHINE_VARIABLE, Metadata
-from tests.support import environments
+from hatch_build import ARCH_VARIABLE, REPOSITORY_URL_VARIABLE, Metadata
+from tests.support import virtual_environments
 from tests.support.ranks import REPOSITORY
 
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
@@ -45,7 +45,7 @@ def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     made = {}
     for machine in MACHINES:
         directory = tmp_path_factory.mktemp(machine)
-        made[machine] = environments.build_wheel(directory, sdist, {MACHINE_VARIABLE: machine})
+        made[machine] = virtual_environments.build_wheel(directory, sdist, {ARCH_VARIABLE: machine})
     return made
 
 
@@ -68,7 +68,10 @@ def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, P
 @pytest.mark.processes
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path], machine: str, tmp_path: Path):
-    with zipfile.ZipFile(wheels[machine]) as archive, zipfile.ZipFile(environments.build_wheel(tmp_path)) as other:
+    with (
+        zipfile.ZipFile(wheels[machine]) as archive,
+        zipfile.ZipFile(virtual_environments.build_wheel(tmp_path)) as other,
+    ):
         changing = {name for name in archive.namelist() if name.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))}
         contents = {name: archive.read(name) for name in archive.namelist() if name not in {*changing, LIBRARY}}
         assert contents == {name: other.read(name) for name in other.namelist() if name not in changing}
@@ -92,7 +95,7 @@ def metadata_of(sdist: Path) -> str:
 def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Path, tmp_path: Path):
     address = "https://example.org/team/project"
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, REPOSITORY]
-    run(*command, env={ADDRESS_VARIABLE: f"{address}/"})
+    run(*command, env={REPOSITORY_URL_VARIABLE: f"{address}/"})
     (made,) = tmp_path.glob("*.tar.gz")
     known, unknown = metadata_of(made), metadata_of(Path(f"{sdist}.tar.gz"))
     assert "Project-URL" not in unknown
@@ -105,7 +108,7 @@ def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Pat
 
 
 def test_links_and_pictures_of_the_package_readme_have_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(ADDRESS_VARIABLE, "https://example.org/project/")
+    monkeypatch.setenv(REPOSITORY_URL_VARIABLE, "https://example.org/project/")
     (tmp_path / "README.md").write_text("[a](docs/a.md#b) ![c](d/e.png) [f](#g) [h](https://example.org)\n")
     metadata: dict[str, dict[str, str]] = {}
     Metadata(str(tmp_path), {}).update(metadata)
@@ -117,8 +120,8 @@ def test_links_and_pictures_of_the_package_readme_have_addresses(tmp_path: Path,
 
 @pytest.mark.processes
 def test_a_machine_that_has_no_wheel_is_refused(tmp_path: Path):
-    with pytest.raises(AssertionError, match=r"WHEEL_FOR='riscv64': wheels are built for x86_64 and aarch64"):
-        environments.build_wheel(tmp_path, env={MACHINE_VARIABLE: "riscv64"})
+    with pytest.raises(AssertionError, match=r"WHEEL_ARCH='riscv64': wheels are built for x86_64 and aarch64"):
+        virtual_environments.build_wheel(tmp_path, env={ARCH_VARIABLE: "riscv64"})
 
 
 SUMS = """
@@ -154,11 +157,11 @@ if __name__ == "__main__":
 @pytest.mark.processes
 @pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"there is no wheel for {platform.machine()}")
 def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels: dict[str, Path], tmp_path: Path):
-    environment, site = environments.make_environment(wheels[platform.machine()], tmp_path)
+    environment, site = virtual_environments.make_environment(wheels[platform.machine()], tmp_path)
     script = tmp_path / "sums.py"
     script.write_text(SUMS)
     cache = tmp_path / "cache"
-    where = {"CC": "no-such-compiler", "LIGHTNING_STRATEGIES_EXT_CACHE": str(cache)}
+    where = {"CC": "no-such-compiler", "LIGHTNING_STRATEGIES_EXT_CACHE_DIR": str(cache)}
     done = environment.run(script, f"file://{tmp_path}/meeting", env=where)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # where nothing is compiled, rank 0 says so

@@ -55,7 +55,7 @@ class Classifier(pl.LightningModule):
     """Fully connected layers; the optimizer is LightningCLI's.
 
     Args:
-        widths: Of the hidden layers.
+        widths: Widths of the hidden layers.
         dropout: Share of the hidden units that a training step leaves out.
     """
 

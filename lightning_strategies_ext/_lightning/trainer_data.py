@@ -1,6 +1,7 @@
 """Private names with which the Trainer's loops get their batches."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -106,6 +107,19 @@ def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -
             max_batches[:] = [1] * len(max_batches)
 
     return replace_method(loop, "setup_data", setup_data_of_all_ranks)
+
+
+def evaluate_together(trainer: Any, does_any_rank: Callable[[bool], bool]) -> ExitStack:
+    """Makes ranks without batches run the hooks of an evaluation, with the arguments of :func:`evaluate_without_data`.
+
+    Returns:
+        A stack that reverts the changes.
+    """
+    stack = ExitStack()
+    stack.callback(evaluate_without_data(trainer, does_any_rank))
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        stack.callback(predict_with_few_samples(trainer))
+    return stack
 
 
 def data_fetcher_of(trainer: Any) -> Any:

@@ -11,9 +11,12 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 # States of all random number generators, of torch, NumPy and Python (2.5 to 2.6).
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 __all__ = [
+    "averages_of_model",
     "metric_reductions",
     "move_optimizers",
     "random_states",
@@ -21,6 +24,7 @@ __all__ = [
     "set_random_states",
     "pop_forward_redirection",
     "trainer_of",
+    "unwrapped_optimizers",
 ]
 
 
@@ -49,12 +53,20 @@ def pop_forward_redirection(module: torch.nn.Module) -> str | None:
 
 
 def trainer_of(module: Any) -> Any:
-    """Returns the Trainer to which a LightningModule is attached, or None.
+    """Returns the Trainer to which a LightningModule is attached; None for none, or without a module.
 
     The public property ``LightningModule.trainer`` raises without a Trainer, for example in the teardown after an early
     exception (2.5 to 2.6).
     """
-    return module._trainer
+    return None if module is None else module._trainer
+
+
+def averages_of_model(module: Any) -> list[torch.nn.Module]:
+    """Returns averages of a LightningModule in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
+    trainer = trainer_of(module)
+    callbacks = [] if trainer is None else trainer.callbacks
+    held = [value for callback in callbacks for value in vars(callback).values() if value is not module]
+    return [value for value in held if isinstance(value, AveragedModel) or type(value) is type(module)]
 
 
 def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
@@ -63,6 +75,11 @@ def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.d
     Lightning has no public function for this; ``state_dict`` and ``load_state_dict`` would copy more (2.5 to 2.6).
     """
     _optimizers_to_device(list(optimizers), device)
+
+
+def unwrapped_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Returns torch's optimizers, also those that Lightning has wrapped in ``LightningOptimizer``."""
+    return [each.optimizer if isinstance(each, LightningOptimizer) else each for each in optimizers]
 
 
 def metric_reductions(metric: Metric) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 #: Environment variable with another directory for the cache.
-CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE"
+CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE_DIR"
 
 
 class UnsafePathError(PermissionError):

@@ -21,13 +21,16 @@ class SharedOrder:
         sampler: The user's sampler. Items beyond its length are not used.
         broadcast: Function that returns the object of rank 0 on every rank.
         epoch: The current epoch.
+        is_shared_now: Whether the ranks share the order at once, because some of them do not iterate.
     """
 
-    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any], epoch: int) -> None:
+    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any], epoch: int, is_shared_now: bool = False) -> None:
         self._users = sampler
         self._broadcast = broadcast
         self._epoch = epoch
         self._order: list[Any] | None = None
+        if is_shared_now:
+            self.reset()
 
     def __len__(self) -> int:
         return len(self._users)  # Lightning rejects a sampler without a length

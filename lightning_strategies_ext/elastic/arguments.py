@@ -1,6 +1,7 @@
 """Checks of the arguments for elastic training, for all engines."""
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,13 +67,23 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
         )
 
 
-def check_is_not_elastic(kind: type, elastic: Any, elastic_class: str, **options: Any) -> None:
+def elastic_class_of(strategy_class: type) -> type:
+    """Returns the class of the object ``strategy_class(elastic=True)``: the elastic class that it names, or itself."""
+    target = vars(strategy_class).get("elastic_class")
+    if target is None:
+        return strategy_class
+    module, _, name = target.partition(":")
+    found: type = getattr(import_module(f"{strategy_class.__module__.rpartition('.')[0]}.{module}"), name)
+    return found
+
+
+def check_is_not_elastic(strategy_class: type, elastic: Any, elastic_class: str, **options: Any) -> None:
     """Rejects the arguments of elastic strategies in a strategy that is not elastic.
 
     Args:
-        kind: Class of the strategy.
-        elastic: Argument ``elastic``. With True, the strategy creates an object of its elastic class, but a subclass of
-            the user cannot.
+        strategy_class: Class of the strategy.
+        elastic: Argument ``elastic``. With True, a strategy creates an object of its elastic class, but a subclass that
+            the user has derived from the strategy cannot.
         elastic_class: Elastic class of the strategy, as ``"module:Class"``.
         **options: Other arguments by name; None for those that are not set.
 
@@ -81,11 +92,11 @@ def check_is_not_elastic(kind: type, elastic: Any, elastic_class: str, **options
         ValueError: If another argument is set.
     """
     if check_flag("elastic", elastic):
-        other = elastic_class.rpartition(":")[2]
-        base = other.replace("Elastic", "")
+        elastic_name = elastic_class.rpartition(":")[2]
+        base = elastic_name.replace("Elastic", "")
         raise TypeError(
-            f"`elastic=True` cannot be combined with {kind.__name__}, which does not inherit from `{other}`."
-            f" Derive the class from `{other}`, which is `{base}(elastic=True)`."
+            f"`elastic=True` cannot be combined with {strategy_class.__name__}, which does not inherit from"
+            f" `{elastic_name}`. Derive the class from `{elastic_name}`, which is `{base}(elastic=True)`."
         )
     for name, value in options.items():
         if value is not None:

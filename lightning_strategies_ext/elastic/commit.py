@@ -1,8 +1,10 @@
 """Commits: copies of the training state in the memory of each rank.
 
-The content of a Lightning checkpoint is the same on all ranks: weights, optimizers, schedulers, precision, loops with
-their position in the data, callbacks. Random states, metrics, and buffers are specific to each rank. A commit also
-contains the totals that the ranks accumulate together (:mod:`.epoch_totals`).
+A commit has two parts. The *shared* state is the same on all ranks: the content of a Lightning checkpoint (weights,
+optimizers, schedulers, precision, loops with their position in the data, callbacks), and the totals of metrics and
+logged values over all ranks (:mod:`.epoch_totals`). The *local* state is specific to each rank: metrics, logged values,
+buffers, and random states. If a rank's local state is lost, the totals replace the metrics and logged values of all
+ranks.
 
 Tensors are copied into the tensors of the previous commit, so that only the first commit allocates memory. Copies from
 a GPU go to pinned memory if enough is free, and are synchronized together.
@@ -31,7 +33,7 @@ from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 @dataclass(frozen=True)
 class TensorPlaceholder:
-    """Placeholder of a tensor in a nested structure."""
+    """Placeholder of a tensor in a nested structure; the index is that of the tensor in the commit's list."""
 
     index: int
     shape: torch.Size
@@ -52,9 +54,9 @@ class SharedState:
         parameters: Shape and ``requires_grad`` of each parameter by name.
         omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a placeholder for each.
         placeholders: Placeholders of ``checkpoint`` and ``omitted``.
-        totals: Values that the ranks have accumulated in this epoch; None if the ranks have logged different values.
+        totals: Totals of this epoch; None if the ranks have different metrics or logged values.
         settings: Attributes of the Trainer and its loops that callbacks may change.
-        found: Attributes of the module that tuning callbacks have set, with their values.
+        tuned: Attributes of the module that callbacks have tuned in a trial, with their values.
     """
 
     batches: int
@@ -68,7 +70,7 @@ class SharedState:
     placeholders: list[TensorPlaceholder]
     totals: EpochTotals | None
     settings: dict[str, Any]
-    found: dict[str, Any]
+    tuned: dict[str, Any]
 
 
 class CommitTooLargeError(RuntimeError):
@@ -79,25 +81,26 @@ class Commit:
     """Newest state that a rank can restore.
 
     Args:
-        num_local_ranks: Number of ranks of this host that are about to allocate their first commits; 1 for a rank that
-            joins, because the other ranks have already allocated theirs.
+        num_allocating_ranks: Number of ranks of this host that are about to allocate their first commits; 1 for a rank
+            that joins, because the other ranks have already allocated theirs.
 
     Attributes:
         shared: State that is the same on all ranks; None before the first commit.
     """
 
-    #: Remedy for a lack of memory, as text for users.
+    #: How to use less memory; text for users.
     remedy = "Start fewer ranks per host (`devices=...`)"
+    #: Whether tensors may be in pinned memory, to which copies from a GPU are faster.
     _can_be_pinned = True
 
-    def __init__(self, num_local_ranks: int) -> None:
+    def __init__(self, num_allocating_ranks: int) -> None:
         self.shared: SharedState | None = None
-        self._num_local_ranks = num_local_ranks
-        self._free = free_memory()  # before the ranks of this host allocate commits
+        self._num_allocating_ranks = num_allocating_ranks
+        self._free = free_memory()  # in bytes, before the ranks of this host allocate commits
         self._may_pin = False
         self._tensors: list[Tensor] = []
         self._local_state: Any = None
-        self._random: Any = None
+        self._random: Any = None  # also local; restored again before the first step
 
     @property
     def batches(self) -> int:
@@ -110,11 +113,11 @@ class Commit:
         return -1 if self.shared is None else self.shared.step
 
     def has_local_state_for(self, world_size: int) -> bool:
-        """Returns whether the rank-specific state is available and the commit's world had the given number of ranks."""
+        """Returns whether the local state is available and the commit's world had the given number of ranks."""
         return self._local_state is not None and self.shared is not None and self.shared.world_size == world_size
 
     def capture(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
-        """Copies the state between two optimizer steps. Collective: all ranks call it.
+        """Commits the state between two optimizer steps. Collective: all ranks call it.
 
         Args:
             trainer: The Trainer.
@@ -125,37 +128,35 @@ class Commit:
             CommitTooLargeError: If this host has too little memory.
             torch.distributed.DistBackendError: If a collective between GPUs was aborted, so that the state is invalid.
         """
-        # `dump_commit` calls hooks of users, which may wait for other ranks. No code after the totals waits.
+        # First, because both may wait for other ranks: `dump_commit` calls hooks of users, and `gather` is collective.
+        # If a rank is lost here, the previous commit is still complete.
         checkpoint = trainer_stages.dump_commit(trainer)
         totals = EpochTotals.gather(trainer, collectives)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         placeholders: list[TensorPlaceholder] = []
-        packed = _packed(checkpoint, found, placeholders)
         module = trainer.lightning_module
-        omitted = _packed(_omitted_tensors(module, checkpoint["state_dict"]), found, placeholders)
+        extracted = _extract_tensors(checkpoint, tensors, placeholders)
+        omitted = _extract_tensors(_omitted_tensors(module, checkpoint["state_dict"]), tensors, placeholders)
         if self.shared is None or self.shared.placeholders != placeholders:
             self._check_fits(placeholders)
-        modes = {name: submodule.training for name, submodule in module.named_modules()}
-        parameters = {name: (each.shape, each.requires_grad) for name, each in module.named_parameters()}
-        batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         synchronize_gpu()
         self._local_state = self._copy_local_state(trainer)
         self._random = user_modules.random_states()
-        sizes = trainer.world_size, first_world_size
-        of_callbacks = trainer_stages.settings_of(trainer), trainer_stages.found_by_trials(trainer)
         shared = SharedState(
-            batches,
-            trainer.global_step,
-            *sizes,
-            packed,
-            modes,
-            parameters,
-            omitted,
-            placeholders,
-            totals,
-            *of_callbacks,
+            batches=trainer.fit_loop.epoch_loop.batch_progress.total.ready,
+            step=trainer.global_step,
+            world_size=trainer.world_size,
+            first_world_size=first_world_size,
+            checkpoint=extracted,
+            modes={name: submodule.training for name, submodule in module.named_modules()},
+            parameters={name: (each.shape, each.requires_grad) for name, each in module.named_parameters()},
+            omitted=omitted,
+            placeholders=placeholders,
+            totals=totals,
+            settings=trainer_stages.settings_of(trainer),
+            tuned=trainer_stages.found_by_trials(trainer),
         )
-        self._write(shared, found)
+        self._write(shared, tensors)
 
     def record_step(self, step: int) -> None:
         """Records the number of optimizer steps done. Called before each step; a no-op in this class."""
@@ -164,19 +165,19 @@ class Commit:
         """Called at the end of ``fit``. A no-op here: a commit in the memory of this process is not needed any more."""
 
     def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
-        """Returns the rank-specific state that no checkpoint contains, without random states."""
+        """Returns the local state, except random states."""
         return StepStateSnapshot(trainer)
 
     def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
         local_state.restore()
 
-    def _write(self, shared: SharedState, found: list[Tensor]) -> None:
-        kept: list[Tensor | None] = [None] * len(found)
-        for index, (old, tensor) in enumerate(zip(self._tensors, found, strict=False)):
+    def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
+        reusable: list[Tensor | None] = [None] * len(tensors)
+        for index, (old, tensor) in enumerate(zip(self._tensors, tensors, strict=False)):
             if (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
-                kept[index] = old
+                reusable[index] = old
         self._tensors = []  # frees tensors of other shapes before new ones are allocated
-        self._tensors = copy_to_host(found, kept, may_pin=self._may_pin)
+        self._tensors = copy_to_host(tensors, reusable, may_pin=self._may_pin)
         self.shared = shared
 
     def _check_fits(self, placeholders: list[TensorPlaceholder]) -> None:
@@ -189,15 +190,15 @@ class Commit:
             CommitTooLargeError: If there is too little memory.
         """
         num_bytes = sum(each.shape.numel() * each.dtype.itemsize for each in placeholders)
-        if num_bytes * self._num_local_ranks > self._free:
+        if num_bytes * self._num_allocating_ranks > self._free:
             raise CommitTooLargeError(
-                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_local_ranks} ranks of this"
+                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_allocating_ranks} ranks of this"
                 f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.remedy},"
                 " or use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
         pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
-        is_of_gpu = self._can_be_pinned and torch.cuda.is_initialized()
-        self._may_pin = is_of_gpu and pinned * self._num_local_ranks <= self._free
+        is_useful = self._can_be_pinned and torch.cuda.is_initialized()
+        self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
 
     def receive(self, collectives: Collectives, src: int, shared: SharedState | None, is_behind: bool) -> None:
         """Receives the commit of another rank. Collective: all ranks call it, also those that have the commit.
@@ -214,32 +215,32 @@ class Commit:
         assert shared is not None
         tensors = self._tensors
         # Attributes of a callback, such as ModelCheckpoint's `current_score`, may hold a tensor on some ranks only.
-        is_other = is_behind or self.shared is None or self.shared.placeholders != shared.placeholders
-        if is_other:
+        must_replace = is_behind or self.shared is None or self.shared.placeholders != shared.placeholders
+        if must_replace:
             self._check_fits(shared.placeholders)
             tensors = [
                 torch.empty(each.shape, dtype=each.dtype, pin_memory=self._may_pin) for each in shared.placeholders
             ]
         collectives.broadcast_tensors(tensors, src)
-        if is_other:  # only after all tensors have arrived
+        if must_replace:  # only now, because a rank may be lost during the broadcast
             self.shared, self._tensors = shared, tensors
         if is_behind:
             self._local_state = self._random = None
 
-    def checkpoint(self) -> dict[str, Any]:
+    def build_checkpoint(self) -> dict[str, Any]:
         """Returns the Lightning checkpoint, with new copies of its tensors."""
         assert self.shared is not None
-        filled: dict[str, Any] = _filled(self.shared.checkpoint, self._tensors)
-        return filled
+        checkpoint: dict[str, Any] = _insert_tensors(self.shared.checkpoint, self._tensors)
+        return checkpoint
 
-    def restore(self, trainer: "pl.Trainer", rank: int, *, is_complete: bool) -> None:
+    def restore(self, trainer: "pl.Trainer", rank: int, *, all_ranks_have_local_state: bool) -> None:
         """Restores the state of a Trainer from the commit.
 
         Args:
             trainer: The Trainer.
             rank: Rank of this process.
-            is_complete: Whether every rank has its rank-specific state, so that the sums over all ranks are complete.
-                If not, the totals are restored.
+            all_ranks_have_local_state: Whether the sum of the metrics and logged values of all ranks is complete. If
+                not, the totals are restored in place of the local values.
         """
         assert self.shared is not None
         module = trainer.lightning_module
@@ -251,15 +252,15 @@ class Commit:
             _, is_trained = self.shared.parameters.get(name, (None, parameter.requires_grad))
             parameter.requires_grad_(is_trained)
         module.zero_grad(set_to_none=True)
-        for name, value in self.shared.found.items():
+        for name, value in self.shared.tuned.items():
             lightning_setattr(module, name, value)
-        trainer_stages.restore_checkpoint(trainer, self.checkpoint())
-        omitted, tensors = _filled(self.shared.omitted, self._tensors), tensors_of(module)
+        trainer_stages.restore_checkpoint(trainer, self.build_checkpoint())
+        omitted, tensors = _insert_tensors(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
             _overwrite(tensors[name], omitted[name])
         if self._local_state is not None:
             self._restore_local_state(trainer, self._local_state)
-        if not is_complete and self.shared.totals is not None:
+        if not all_ranks_have_local_state and self.shared.totals is not None:
             self.shared.totals.restore(trainer, rank)
         self.restore_random()
 
@@ -276,7 +277,7 @@ class Commit:
         sizes_there = [_group_sizes(state.get("param_groups", [])) for state in states]
         sizes_here = [_group_sizes(optimizer.param_groups) for optimizer in trainer.optimizers]
         for index, (old, new) in enumerate(zip_longest(sizes_there, sizes_here)):
-            if old != new and old != []:  # a custom optimizer may store its groups elsewhere
+            if old != new and old != []:  # the state of a custom optimizer may lack `param_groups`
                 found = _groups_text(old), _groups_text(new)
                 return f"optimizer {index} {found[0]} in the commit, and {found[1]} on this rank"
         return None
@@ -287,15 +288,15 @@ class Commit:
             user_modules.set_random_states(self._random)
 
 
-def copy_model(trainer: "pl.Trainer") -> Callable[[], None]:
-    """Copies the module's structure and tensors, and the parameter groups.
+def snapshot_model(trainer: "pl.Trainer") -> Callable[[], None]:
+    """Copies the module's structure and tensors, and the optimizers' parameter groups.
 
     Returns:
         A function that reverts later changes to them.
     """
     modules = [*trainer.lightning_module.modules()]
     modes = [module.training for module in modules]
-    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [  # each with a copy
         (registry, dict(registry))
         for module in modules
         for registry in (module._modules, module._parameters, module._buffers)
@@ -309,20 +310,20 @@ def copy_model(trainer: "pl.Trainer") -> Callable[[], None]:
         for optimizer in trainer.optimizers
     ]
 
-    def undo() -> None:
-        for optimizer, pairs in groups:
-            optimizer.param_groups = [group for group, _ in pairs]
-            registries.extend(pairs)
-        for registry, copied in registries:
-            registry.clear()
-            registry.update(copied)
+    def revert() -> None:
+        for optimizer, copied_groups in groups:
+            optimizer.param_groups = [group for group, _ in copied_groups]
+        copied_dicts = [*registries, *(pair for _, copied_groups in groups for pair in copied_groups)]
+        for original, copied in copied_dicts:
+            original.clear()
+            original.update(copied)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         for tensor, is_trained, value in tensors:
             tensor.requires_grad_(is_trained)
             _overwrite(tensor, value)
 
-    return undo
+    return revert
 
 
 def _overwrite(tensor: Tensor, value: Tensor) -> None:
@@ -349,19 +350,21 @@ def _groups_text(sizes: list[int] | None) -> str:
     return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
 
 
-def _packed(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:
+def _extract_tensors(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:
+    """Returns a copy of a nested structure with placeholders for its tensors, and appends both to the lists."""
     if isinstance(value, Tensor):
         placeholders.append(TensorPlaceholder(len(tensors), value.shape, value.dtype))
         tensors.append(value)
         return placeholders[-1]
     if is_collection(value):
-        return rebuild(value, [_packed(part, tensors, placeholders) for part in parts_of(value)])
+        return rebuild(value, [_extract_tensors(part, tensors, placeholders) for part in parts_of(value)])
     return copy.deepcopy(value)
 
 
-def _filled(value: Any, tensors: list[Tensor]) -> Any:
+def _insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns a copy of a nested structure with copies of the tensors in place of their placeholders."""
     if isinstance(value, TensorPlaceholder):
         return tensors[value.index].clone()
     if is_collection(value):
-        return rebuild(value, [_filled(part, tensors) for part in parts_of(value)])
+        return rebuild(value, [_insert_tensors(part, tensors) for part in parts_of(value)])
     return copy.deepcopy(value)

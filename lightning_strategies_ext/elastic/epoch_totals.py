@@ -1,7 +1,8 @@
-"""Totals: values that ranks accumulate over an epoch, each a part, reduced over all ranks at a commit.
+"""Epoch totals: metrics and logged values of an epoch, reduced over all ranks at a commit.
 
-The parts of a lost rank are therefore not lost, for ``self.log(on_epoch=True, sync_dist=True)`` and metrics of
-torchmetrics, and a rank that joins continues from the totals.
+During an epoch, each rank accumulates ``self.log(on_epoch=True, sync_dist=True)`` and metrics of torchmetrics over its
+own batches. The values of a lost rank would be missing at the end of the epoch. Therefore a commit contains the totals
+over all ranks, from which the ranks continue after a loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,19 +19,19 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_strategies_ext._lightning import trainer_logging, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
-#: Reduction of each state over ranks. Unknown for a list of tensors, a mean, and custom functions, which are omitted.
-_MERGED_BY: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
+#: Operation for each of torchmetrics' reductions. Totals omit states with another one: lists, means, custom functions.
+_OPERATIONS: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
 
 
 @dataclass(frozen=True)
 class MetricPart:
-    """A state of which each rank has a part.
+    """One rank's contribution to a total, or the total itself: a state of a metric or of a logged value.
 
     Attributes:
-        module: Name of the metric in the module; None for values of ``self.log``.
+        module: Name of the metric in the LightningModule; None for a logged value.
         key: Name of the state in the metric; for a logged value, Lightning's key of the value and name of the state.
-        op: "sum", "max" or "min".
-        value: Part of this rank, or value over all ranks.
+        op: Operation that reduces the contributions of the ranks: "sum", "max" or "min".
+        value: Contribution of this rank, or total.
     """
 
     module: str | None
@@ -41,11 +42,11 @@ class MetricPart:
 
 @dataclass(frozen=True)
 class EpochTotals:
-    """Values that all ranks have accumulated, the same on each rank.
+    """Totals of all metrics and logged values; equal on all ranks.
 
     Attributes:
-        parts: States with their values over all ranks, on the CPU.
-        position: Position of ``self.log`` in the epoch.
+        parts: Totals, on the CPU.
+        position: Lightning's state of ``self.log`` besides the values, such as the index of the batch.
     """
 
     parts: list[MetricPart]
@@ -56,18 +57,18 @@ class EpochTotals:
         """Computes the totals between two steps. Collective: all ranks call it.
 
         Returns:
-            The totals; None if the ranks have different states, for example because they have logged different values.
+            The totals; None if the ranks have different metrics or logged values.
         """
         parts = list(_parts_of(trainer))
         device = trainer.lightning_module.device
-        if not _are_alike(parts, device, collectives):
+        if not _are_same_states(parts, device, collectives):
             return None
-        sums = _reduced([part for part in parts if part.op == "sum"], "sum", device, collectives)
-        extremes = _reduced([part for part in parts if part.op != "sum"], "max", device, collectives)
-        return cls([*sums, *extremes], trainer_logging.logging_position(trainer))
+        sums = _reduce([part for part in parts if part.op == "sum"], "sum", device, collectives)
+        others = _reduce([part for part in parts if part.op != "sum"], "max", device, collectives)
+        return cls([*sums, *others], trainer_logging.logging_position(trainer))
 
     def restore(self, trainer: "pl.Trainer", rank: int) -> None:
-        """Restores the totals on rank 0, and neutral values on the other ranks, so that a reduction is unchanged."""
+        """Restores sums on rank 0 only, with zeros on the other ranks, and maxima and minima on all ranks."""
         logged: dict[str, dict[str, Any]] = {}
         modules = dict(trainer.lightning_module.named_modules())
         for part in self.parts:
@@ -88,30 +89,30 @@ def _parts_of(trainer: "pl.Trainer") -> Iterator[MetricPart]:
             yield MetricPart(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, Metric):
-            for state, merged_by in user_modules.metric_reductions(module).items():
+            for state, reduction in user_modules.metric_reductions(module).items():
                 value = getattr(module, state)
-                if merged_by in _MERGED_BY and isinstance(value, Tensor) and not value.is_complex():
-                    yield MetricPart(name, (state,), _MERGED_BY[merged_by], value)
+                if reduction in _OPERATIONS and isinstance(value, Tensor) and not value.is_complex():
+                    yield MetricPart(name, (state,), _OPERATIONS[reduction], value)
 
 
-def _are_alike(parts: list[MetricPart], device: torch.device, collectives: Collectives) -> bool:
+def _are_same_states(parts: list[MetricPart], device: torch.device, collectives: Collectives) -> bool:
     """Returns whether all ranks have the same states. Collective: all ranks call it."""
-    said = repr([(part.module, part.key, part.op, tuple(part.value.shape)) for part in parts])
-    number = int.from_bytes(blake2b(said.encode(), digest_size=6).digest(), "big")  # exact as a float64
-    seen = torch.tensor([number, -number], dtype=torch.float64, device=device)
-    largest, smallest = collectives.reduce(seen, reduce_op="max").tolist()
-    return bool(largest == -smallest)
+    description = repr([(part.module, part.key, part.op, tuple(part.value.shape)) for part in parts])
+    digest = int.from_bytes(blake2b(description.encode(), digest_size=6).digest(), "big")  # exact as a float64
+    digests = torch.tensor([digest, -digest], dtype=torch.float64, device=device)
+    largest, negated_smallest = collectives.reduce(digests, reduce_op="max").tolist()
+    return bool(largest == -negated_smallest)
 
 
-def _reduced(parts: list[MetricPart], op: str, device: torch.device, collectives: Collectives) -> list[MetricPart]:
-    """Returns the parts with their values over all ranks; minima are computed as maxima of negated values."""
+def _reduce(parts: list[MetricPart], op: str, device: torch.device, collectives: Collectives) -> list[MetricPart]:
+    """Returns the totals; minima are computed as maxima of negated values. Collective: all ranks call it."""
     if not parts:
         return []
     signs = [-1 if part.op == "min" else 1 for part in parts]
     values = [part.value.detach().to(device, torch.float64).flatten() for part in parts]
-    own = torch.cat([sign * each for sign, each in zip(signs, values, strict=True)])
-    whole = collectives.reduce(own, reduce_op=op).cpu().split([len(each) for each in values])
+    local = torch.cat([sign * each for sign, each in zip(signs, values, strict=True)])
+    totals = collectives.reduce(local, reduce_op=op).cpu().split([len(each) for each in values])
     return [
         replace(part, value=(sign * each).view(part.value.shape).to(part.value.dtype))
-        for part, sign, each in zip(parts, signs, whole, strict=True)
+        for part, sign, each in zip(parts, signs, totals, strict=True)
     ]

@@ -1,11 +1,11 @@
 """Descriptor store: a process that holds memory files for ranks that torchrun restarts, one for each job on a host.
 
-After a failure, torchrun's agent terminates all ranks of its host and starts them again. State that must survive is in
-unnamed memory files, whose descriptors the store holds: a rank sends it a descriptor under a name, and the restarted
-rank requests the descriptors. Commits do not pass through the store; ranks write to the memory directly.
+After a failure, torchrun's agent terminates all ranks of its host and starts them again. Their commits are in unnamed
+memory files, which the kernel frees with their last descriptor. The store holds these descriptors: a rank sends each
+under a name, and the restarted rank requests them. Ranks write commits to the memory directly, not through the store.
 
-The first rank starts the store. It exits when the agent exits for any reason, which frees the memory; no cleanup is
-needed. Its socket has a random address, stored in a file in the user's cache, so that other users cannot bind the
+The first rank starts the store. The store exits when the agent exits for any reason, which frees the memory; no cleanup
+is needed. Its socket has a random address, stored in a file in the user's cache, so that other users cannot bind the
 address first. Both ends of a connection compare user ids. Linux only.
 """
 
@@ -33,11 +33,11 @@ from lightning_strategies_ext._system.peers import host_identity, is_of_this_use
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 #: Environment variable in which torchrun passes the id of the job to its ranks.
-RUN_ID = "TORCHELASTIC_RUN_ID"
+RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 #: Time within which a store must start, in seconds.
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 _POLL_S = 0.02
-#: Interval at which the store checks whether the agent runs, in seconds; used only on systems without pidfds.
+#: Interval at which the store checks whether the agent runs, in seconds; used only without pidfds.
 _AGENT_POLL_S = 1.0
 _MESSAGE_BYTES = 1 << 16
 _MAX_FILES = 250  # Linux sends at most 253
@@ -54,7 +54,7 @@ class TorchrunJob:
     Attributes:
         run_id: Id of the job, from torchrun.
         agent_pid: Process id of torchrun's agent on this host.
-        agent_start: Start time of the agent, which distinguishes it from a later process with the same id.
+        agent_start: Start time of the agent, because another process may get its process id later.
     """
 
     run_id: str
@@ -68,25 +68,26 @@ class TorchrunJob:
         The agent is the nearest ancestor without the job's environment variable: a shell may run between the agent and
         a rank. If /proc is missing or hides the ancestors, the agent is the parent.
         """
-        run_id = os.environ.get(RUN_ID)
+        run_id = os.environ.get(RUN_ID_VARIABLE)
         if run_id is None:
             return None
-        agent = os.getppid()
+        agent_pid = os.getppid()
         with suppress(psutil.Error, OSError):
             ancestors = psutil.Process().parents()
             for ancestor in ancestors:
-                agent = ancestor.pid
+                agent_pid = ancestor.pid
                 with suppress(psutil.Error):  # the process of another user, or exited
-                    if ancestor.environ().get(RUN_ID) == run_id:
+                    if ancestor.environ().get(RUN_ID_VARIABLE) == run_id:
                         continue
                 break
             else:
-                if ancestors:
+                if ancestors:  # all have the variable, so no agent has set it for this process
                     return None
-        return cls(run_id, agent, start_time(agent)) if agent else None  # 0: agent outside of the container
+        # 0: the parent is outside of the container, so that its exit cannot be detected.
+        return cls(run_id, agent_pid, start_time(agent_pid)) if agent_pid else None
 
     @property
-    def file(self) -> Path:
+    def address_file(self) -> Path:
         """Path of the file with the address of the store's socket. The store locks the file while it runs.
 
         Raises:
@@ -136,32 +137,35 @@ class FdStoreClient:
         except OSError as error:
             raise FdStoreLostError(f"The process that stores commits does not respond: {error}") from error
         if not answer:
-            raise FdStoreLostError("The process that stores commits has ended.")
+            raise FdStoreLostError("The process that stores commits has exited.")
         return json.loads(answer), list(found)
 
     @staticmethod
     def _connect(job: TorchrunJob) -> socket.socket:
         try:
-            file = job.file
+            file = job.address_file
         except OSError as error:
             raise FdStoreLostError(
                 f"There is no private directory for the file by which ranks find commits: {error}. Set"
                 f" {user_cache.CACHE_VARIABLE} to a directory that only this user can write."
             ) from error
-        process, deadline = None, time.monotonic() + START_S
+        process, deadline = None, time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.setblocking(False)  # another process may listen at the address of an exited store
+            # Without blocking: a process of another user may have bound the address of an exited store.
+            connection.setblocking(False)
             with suppress(OSError):
-                connection.connect(b"\0" + (file.read_bytes() or b"no store yet"))
-                if is_of_this_user(connection):
-                    connection.setblocking(True)
-                    return connection
+                address = file.read_bytes()
+                if address:  # otherwise the store has not bound its socket yet
+                    connection.connect(b"\0" + address)
+                    if is_of_this_user(connection):
+                        connection.setblocking(True)
+                        return connection
             connection.close()
             if process is None:
                 process = _start(job, file)
             time.sleep(_POLL_S)
-        raise FdStoreLostError(f"The process that stores commits did not start within {START_S:g} s.")
+        raise FdStoreLostError(f"The process that stores commits did not start within {START_TIMEOUT_S:g} s.")
 
 
 def _directory() -> Path:
@@ -173,7 +177,7 @@ def _directory() -> Path:
 
 
 def _start(job: TorchrunJob, file: Path) -> "subprocess.Popen[bytes]":
-    # In its own session, because the agent kills the sessions of its ranks; without their open files.
+    # In a new session, because the agent kills the sessions of its ranks. It inherits no open files of this rank.
     command = python_module(__name__, str(file), str(job.agent_pid), repr(job.agent_start))
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
@@ -183,17 +187,17 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
     """Holds descriptors until the agent exits. Returns immediately if the job has another store.
 
     Args:
-        path: Path of :attr:`TorchrunJob.file`.
+        path: Path of :attr:`TorchrunJob.address_file`.
         agent_pid: Process id of torchrun's agent.
         agent_start: Start time of the agent.
     """
     import fcntl  # not available on Windows, where this module can be imported
 
-    with suppress(OSError), open(path, "a+b", opener=_for_this_user) as file:
+    with suppress(OSError), open(path, "a+b", opener=_open_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        agent = None
+        agent_pidfd = None
         with suppress(OSError):  # seccomp may forbid it
-            agent = os.pidfd_open(agent_pid)
+            agent_pidfd = os.pidfd_open(agent_pid)
         if is_running(agent_pid, agent_start):
             address = b"lightning-strategies-ext-" + secrets.token_hex(16).encode()
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -202,15 +206,16 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
                 file.truncate(0)
                 file.write(address)
                 file.flush()
-                _hold(listener, agent, lambda: is_running(agent_pid, agent_start))
+                _answer_requests(listener, agent_pidfd, lambda: is_running(agent_pid, agent_start))
         os.unlink(path)
 
 
-def _for_this_user(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, mode=0o600)
 
 
-def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable[[], bool]) -> None:
+def _answer_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_running: Callable[[], bool]) -> None:
+    """Stores and returns descriptors until the agent exits."""
     loop = SelectorLoop()
     stored: dict[str, int] = {}
     has_agent_exited = False
@@ -234,11 +239,11 @@ def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable
             connection.close()
         return False
 
-    if agent is not None:
-        loop.add(agent, on_exit)
+    if agent_pidfd is not None:
+        loop.add(agent_pidfd, on_exit)
     loop.add(listener, on_connection)
-    while not has_agent_exited and (agent is not None or is_agent_running()):
-        loop.wait(_AGENT_POLL_S if agent is None else math.inf)
+    while not has_agent_exited and (agent_pidfd is not None or is_agent_running()):
+        loop.wait(_AGENT_POLL_S if agent_pidfd is None else math.inf)
 
 
 def _answer(connection: socket.socket, stored: dict[str, int]) -> bool:

@@ -1,7 +1,8 @@
-"""Membership of elastic training: the Protocol by which ``fit`` uses an engine that assigns ranks to processes.
+"""Membership of elastic training: the interface between ``fit`` and the service that assigns ranks to processes.
 
-Ranks *rendezvous* before each world, as in torch's elastic launcher: each receives its rank, publishes its process and
-its progress, and receives those of all other ranks.
+The service is ``horovodrun``'s elastic driver, the main process that has started the workers, or torchrun. Ranks
+*rendezvous* before each world, as in torch's elastic launcher: each receives its rank, publishes its process and its
+progress, and receives those of all other ranks.
 """
 
 import json
@@ -11,9 +12,12 @@ from typing import Any, Protocol
 
 from lightning_strategies_ext._system.peers import Peer
 
+#: Exit code of a rank that leaves after a SIGTERM. With 0, ``horovodrun`` would end the whole job.
+SIGTERM_EXIT_CODE = 128 + 15
+
 
 class MembershipServiceError(RuntimeError):
-    """The process that assigns ranks does not respond any more."""
+    """The membership service does not respond."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Member:
 
     Attributes:
         peer: Process of the rank.
-        fit_number: Number of its current ``fit``, counted in its process; 0 if it has been in none.
+        fit_number: Number of its current ``fit``, counted in its process; 0 if it has not been in a world of ``fit``.
         committed_batches: Number of batches done at its last commit; -1 without a commit.
         committed_step: Number of optimizer steps done at its last commit; -1 without a commit.
         steps_done: Number of optimizer steps done at the rendezvous.
@@ -36,7 +40,7 @@ class Member:
 
     @property
     def is_new(self) -> bool:
-        """Whether its process has just started."""
+        """Whether the rank has not been in a world of this ``fit``, or has no commit from an earlier process."""
         return self.fit_number == 0
 
     def encoded(self) -> bytes:
@@ -78,11 +82,12 @@ class Membership(Protocol):
 
     Attributes:
         members: Members of the current world, in the order of ranks.
-        has_joined: Whether this rank takes part in training. A rank that joins does not until its ``fit`` has reached
-            the step of the other ranks.
-        waiting_reason: Why a rank waits for its rank in the next world; text for users.
-        no_rank_reason: Why a rank may not be needed any more; text for users.
-        sigterm_consequence: Consequence of a SIGTERM while a rank waits, as text; None if it is that of any SIGTERM.
+        has_joined: Whether this rank takes part in training. False for a process that was started later than the first
+            world, until it has entered a world.
+        waiting_reason: Why a process may wait for its rank in the next world; text for users.
+        no_rank_reason: Why a process may get no rank in the next world; text for users.
+        sigterm_consequence: Consequence of a SIGTERM for the job while ranks wait for the next world, text for users;
+            None if only this rank leaves, as at any other time.
     """
 
     members: list[Member]
@@ -101,34 +106,34 @@ class Membership(Protocol):
         """Requests a rank in the next world, after this rank has left its world, and waits for it.
 
         Args:
-            on_wait: Called several times per second with the seconds waited so far; raises to stop waiting.
+            on_wait: Called several times per second with the seconds waited so far. An exception of it ends the wait.
 
         Returns:
-            The rank; None if this process is not needed any more.
+            The rank; None if this process gets none, because the next world has enough ranks or the job ends.
 
         Raises:
-            MembershipServiceError: If the process that assigns ranks does not respond.
+            MembershipServiceError: If the membership service does not respond.
         """
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Waits until all ranks of the next world have joined.
 
         Args:
-            member: This rank.
+            member: Description of this rank, for the other ranks.
             on_wait: Called as in :meth:`next_rank`.
 
         Returns:
-            Whether all have joined, and :attr:`members` is set.
+            Whether all ranks have joined, so that :attr:`members` is set.
 
         Raises:
-            MembershipServiceError: If the process that assigns ranks does not respond.
+            MembershipServiceError: If the membership service does not respond.
         """
 
     def leave(self, *, is_coordinated: bool) -> None:
         """Closes the connections to the other ranks.
 
         Args:
-            is_coordinated: Whether all ranks leave together; otherwise waits of other ranks for this rank are aborted.
+            is_coordinated: Whether all ranks leave together. If not, collectives of the other ranks are aborted.
         """
 
     def is_peer_loss(self, error: BaseException) -> bool:

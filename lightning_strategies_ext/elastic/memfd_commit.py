@@ -1,8 +1,8 @@
-"""Commits in memory that outlives the process, see :mod:`.fd_store`.
+"""Commits in memory files, which outlive their process because a descriptor store holds them (:mod:`.fd_store`).
 
-Each rank has one memory file, which each commit overwrites in place: the tensors, and a pickle of all other state. A
-header, written last, states whether the commit is complete. A rank that is killed during a commit leaves an incomplete
-one; the commits of the other ranks contain the same state.
+Each rank has one memory file, which each commit overwrites in place: a header, the tensors, and a pickle of all other
+state. The header, written last, states whether the commit is complete. A rank that is killed during a commit leaves an
+incomplete one; the commits of the other ranks contain the same shared state.
 """
 
 import mmap
@@ -28,7 +28,7 @@ from lightning_strategies_ext.elastic.fd_store import FdStoreClient
 
 _MAGIC = b"lse-0001"
 _HEADER = struct.Struct("<8sQqQQ")  # magic, whether the commit is complete, batches, start of the pickle, its size
-_STEPS_DONE = struct.Struct("<q")  # optimizer steps that the rank has done, also since the commit
+_STEPS_DONE = struct.Struct("<q")  # optimizer steps; not in `_HEADER`, because each step overwrites it
 _STEPS_DONE_OFFSET = 64  # bytes
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -42,12 +42,12 @@ class CommitMemory:
 
     Attributes:
         fd: Descriptor of the file.
-        head: Mapping of the header.
+        header: Mapping of the header.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.head = mmap.mmap(fd, _HEADER_BYTES)
+        self.header = mmap.mmap(fd, _HEADER_BYTES)
 
     @classmethod
     def create(cls, num_bytes: int) -> "CommitMemory":
@@ -79,60 +79,58 @@ class CommitMemory:
     @property
     def batches(self) -> int:
         """Number of batches done at the commit; -1 if the commit is incomplete."""
-        magic, is_whole, batches, _, _ = self._header()
-        return int(batches) if magic == _MAGIC and is_whole else -1
+        magic, is_complete, batches, _, _ = self._unpack_header()
+        return int(batches) if magic == _MAGIC and is_complete else -1
 
     @property
     def steps_done(self) -> int:
         """Number of optimizer steps that the rank has done, also since the commit."""
-        return int(_STEPS_DONE.unpack_from(self.head, _STEPS_DONE_OFFSET)[0])
+        return int(_STEPS_DONE.unpack_from(self.header, _STEPS_DONE_OFFSET)[0])
 
     @steps_done.setter
     def steps_done(self, steps: int) -> None:
-        _STEPS_DONE.pack_into(self.head, _STEPS_DONE_OFFSET, steps)
+        _STEPS_DONE.pack_into(self.header, _STEPS_DONE_OFFSET, steps)
 
     def begin_write(self) -> None:
         """Marks the commit as incomplete, before it is overwritten."""
-        _HEADER.pack_into(self.head, 0, _MAGIC, 0, -1, 0, 0)
+        _HEADER.pack_into(self.header, 0, _MAGIC, 0, -1, 0, 0)
 
-    def finish_write(self, batches: int, start: int, metadata: bytes) -> None:
+    def finish_write(self, batches: int, offset: int, metadata: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
             batches: Number of batches done.
-            start: Offset of the end of the tensors, in bytes.
+            offset: Offset of the pickle, after the tensors, in bytes.
             metadata: Pickle of the state.
         """
-        os.posix_fallocate(self.fd, start, len(metadata))
-        view = memoryview(metadata)
-        at = start
-        while view:
-            written = os.pwrite(self.fd, view, at)
-            view, at = view[written:], at + written
-        _HEADER.pack_into(self.head, 0, _MAGIC, 1, batches, start, len(metadata))
+        os.posix_fallocate(self.fd, offset, len(metadata))
+        num_written = 0
+        while num_written < len(metadata):
+            num_written += os.pwrite(self.fd, memoryview(metadata)[num_written:], offset + num_written)
+        _HEADER.pack_into(self.header, 0, _MAGIC, 1, batches, offset, len(metadata))
 
     def metadata(self) -> Any:
         """Returns the pickled state. Safe to load: the store accepts descriptors from processes of this user only."""
-        _, _, _, start, size = self._header()
-        return pickle.loads(os.pread(self.fd, size, start))
+        _, _, _, offset, size = self._unpack_header()
+        return pickle.loads(os.pread(self.fd, size, offset))
 
     def tensors(self, placeholders: Sequence[TensorPlaceholder]) -> list[Tensor]:
         """Returns the tensors, which share the file's memory."""
-        starts, end = layout_of(placeholders)
+        offsets, end = tensor_offsets(placeholders)
         mapping = mmap.mmap(self.fd, end)
         return [
-            torch.frombuffer(mapping, dtype=each.dtype, count=each.shape.numel(), offset=start).view(each.shape)
+            torch.frombuffer(mapping, dtype=each.dtype, count=each.shape.numel(), offset=offset).view(each.shape)
             if each.shape.numel()
             else torch.empty(each.shape, dtype=each.dtype)
-            for each, start in zip(placeholders, starts, strict=True)
+            for each, offset in zip(placeholders, offsets, strict=True)
         ]
 
     def close(self) -> None:
         """Closes the descriptor; tensors remain valid."""
         os.close(self.fd)
 
-    def _header(self) -> tuple[Any, ...]:
-        return _HEADER.unpack_from(self.head)
+    def _unpack_header(self) -> tuple[Any, ...]:
+        return _HEADER.unpack_from(self.header)
 
 
 def _create_file() -> int:
@@ -147,13 +145,13 @@ def _create_file() -> int:
             return os.dup(file.fileno())
 
 
-def layout_of(placeholders: Sequence[TensorPlaceholder]) -> tuple[list[int], int]:
+def tensor_offsets(placeholders: Sequence[TensorPlaceholder]) -> tuple[list[int], int]:
     """Returns the offsets of tensors in a memory file, and the end of the last one, in bytes."""
-    starts, end = [], _HEADER_BYTES
+    offsets, end = [], _HEADER_BYTES
     for each in placeholders:
-        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        end = starts[-1] + each.shape.numel() * each.dtype.itemsize
-    return starts, end
+        offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = offsets[-1] + each.shape.numel() * each.dtype.itemsize
+    return offsets, end
 
 
 class MemfdCommit(Commit):
@@ -168,7 +166,7 @@ class MemfdCommit(Commit):
         num_local_ranks: Number of ranks of this host.
 
     Attributes:
-        steps_done: Number of optimizer steps that the ranks of this host had done before their restart; -1 without
+        steps_done: Largest number of optimizer steps that a rank of this host had done before the restart; -1 without
             a commit.
     """
 
@@ -187,11 +185,11 @@ class MemfdCommit(Commit):
         super().__init__(num_local_ranks)
         self._fd_store = fd_store
         self._prefix = f"fit{fit_number}/"
-        self._name = str(local_rank)
+        self._name = str(local_rank)  # of the commit in the store, after the prefix
         self._rank, self._world_size = rank, world_size
         self._memory: CommitMemory | None = None
-        self._placeholders: list[TensorPlaceholder] | None = None  # of `_memory`, as are `_views`
-        self._views: list[Tensor] = []
+        self._placeholders: list[TensorPlaceholder] | None = None  # of the tensors in `_memory`
+        self._views: list[Tensor] = []  # the tensors in `_memory`
         self.steps_done = -1
         self._load()
 
@@ -233,7 +231,7 @@ class MemfdCommit(Commit):
         """Commits at the end of ``fit``, so that no step is repeated if a later stage fails."""
         self.capture(trainer, first_world_size, collectives)
 
-    def _write(self, shared: SharedState, found: list[Tensor]) -> None:
+    def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
         try:
             metadata = pickle.dumps(
                 (shared, self._rank, self._random, self._local_state), protocol=pickle.HIGHEST_PROTOCOL
@@ -243,14 +241,14 @@ class MemfdCommit(Commit):
                 f"The state of this run cannot be stored for restarted ranks: {error}. Make sure that the state that"
                 " callbacks and modules put into checkpoints can be pickled."
             ) from error
-        memory, starts_at = self._memory, layout_of(shared.placeholders)[1]
+        memory, end = self._memory, tensor_offsets(shared.placeholders)[1]
         is_new = memory is None or self._placeholders != shared.placeholders
         if memory is None or is_new:
-            memory = CommitMemory.create(starts_at)
+            memory = CommitMemory.create(end)
             self._views = memory.tensors(shared.placeholders)
         memory.begin_write()
-        copy_to_host(found, self._views, may_pin=False)
-        memory.finish_write(shared.batches, starts_at, metadata)
+        copy_to_host(tensors, self._views, may_pin=False)
+        memory.finish_write(shared.batches, end, metadata)
         memory.steps_done = shared.step
         self.shared, self._tensors = shared, self._views
         if is_new:
@@ -258,6 +256,5 @@ class MemfdCommit(Commit):
             if self._memory is not None:
                 self._memory.close()
             else:
-                size = starts_at / 2**20
-                rank_zero_info(f"Each commit has {size:.0f} MiB; each rank stores one on its host.")
+                rank_zero_info(f"Each commit has {end / 2**20:.0f} MiB; each rank stores one on its host.")
             self._memory, self._placeholders = memory, shared.placeholders

@@ -21,7 +21,7 @@ class WorldSizePolicy(pl.Callback):
 
         from lightning_strategies_ext import WorldSizePolicy, scale_learning_rates
 
-        class Mine(WorldSizePolicy):
+        class HalvedLearningRate(WorldSizePolicy):
             def on_world_size_change(self, trainer, pl_module, old, new):
                 scale_learning_rates(trainer, 1.0 if new > 8 else 0.5)
     """
@@ -30,7 +30,7 @@ class WorldSizePolicy(pl.Callback):
         """Returns the number of samples per batch and rank of a training DataLoader; must be equal on all ranks.
 
         Args:
-            batch_size: Batch size that the user has passed to the DataLoader.
+            batch_size: Batch size of the user's DataLoader.
             first_world_size: Number of ranks when ``fit`` began.
             world_size: Current number of ranks.
         """
@@ -58,7 +58,7 @@ class KeepGlobalBatch(WorldSizePolicy):
     """
 
     def per_rank_batch_size(self, batch_size: int, first_world_size: int, world_size: int) -> int:
-        """Returns this rank's part of the global batch at the start of ``fit``, in samples, rounded up."""
+        """Returns the number of samples of the global batch at the start of ``fit`` per current rank, rounded up."""
         return -(-batch_size * first_world_size // world_size)
 
     def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
@@ -70,7 +70,7 @@ class ScaleLearningRate(WorldSizePolicy):
     """Keeps the batch size of each rank, and scales learning rates with the number of ranks.
 
     Args:
-        by: "linear", or "sqrt" for the square root.
+        by: How learning rates depend on the number of ranks: "linear", or "sqrt" for the square root.
 
     Raises:
         ValueError: If ``by`` has another value.

@@ -1,16 +1,14 @@
-"""Membership of ranks that torchrun's agents all restart when one rank is lost."""
+"""Membership under torchrun: when a rank is lost, torchrun restarts the processes of all ranks."""
 
 from collections.abc import Callable
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext.elastic.membership import Member
-
-_SIGTERM_EXIT_CODE = 128 + 15
+from lightning_strategies_ext.elastic.membership import SIGTERM_EXIT_CODE, Member
 
 
 class RestartListener:
-    """Never detects a change: the agents restart all ranks instead."""
+    """A listener that detects no change: torchrun restarts all ranks instead."""
 
     has_changed = False
 
@@ -19,10 +17,10 @@ class RestartListener:
 
 
 class TorchrunMembership:
-    """A :class:`.membership.Membership` for the life of this process, which is in one world.
+    """A :class:`.membership.Membership` of a process that is in one world only.
 
     Args:
-        members: All ranks, each with the newest commit that it has found.
+        members: All ranks, each with the newest commit of its host.
     """
 
     waiting_reason = "torchrun restarts all ranks"
@@ -34,12 +32,12 @@ class TorchrunMembership:
         self.has_joined = True
 
     def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
-        """Ends this rank, after all have agreed to leave: the next world has other processes.
+        """Makes this process exit, after all ranks have left the world: the next world has other processes.
 
         Raises:
-            SIGTERMException: Always, so that the exit code makes torchrun restart the ranks.
+            SIGTERMException: Always; its exit code makes torchrun restart the ranks.
         """
-        raise SIGTERMException(_SIGTERM_EXIT_CODE)
+        raise SIGTERMException(SIGTERM_EXIT_CODE)
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Not called, because :meth:`next_rank` raises."""
@@ -49,7 +47,7 @@ class TorchrunMembership:
         """A no-op: the process group ends with the process."""
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """False: torchrun ends this rank together with the lost one."""
+        """Returns False: torchrun ends this rank together with the lost rank."""
         return False
 
     def listen(self) -> RestartListener:

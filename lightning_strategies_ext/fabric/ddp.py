@@ -24,13 +24,14 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     check_start_method,
     check_start_method_interactive,
+    rejects_old_names,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress, TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Float16,
@@ -42,7 +43,6 @@ from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
     check_ddp_kwargs,
@@ -82,6 +82,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         fabric = Fabric(strategy="ddp_ext", devices=2)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -103,9 +104,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         check_start_method(start_method)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         check_devices(parallel_devices)
-        process_group.check_backend(process_group_backend)
-        process_group.check_options(process_group_options, process_group_backend)
-        process_group.check_timeout(timeout)
+        process_group.check_arguments(process_group_backend, process_group_options, timeout)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         if isinstance(ddp_comm_state, PostLocalSGDState):
@@ -197,7 +196,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             collectives=self.collectives,
             timeout=self._timeout,
         )
-        Features.start(context, model)
+        Features().start(context, model)
         BackwardPasses(model)
         return model
 

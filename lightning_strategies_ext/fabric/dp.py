@@ -16,12 +16,13 @@ from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_strategies
-from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
-from lightning_strategies_ext.replication.single_process import (
+from lightning_strategies_ext.replication.gathering import reduce_replicas
+from lightning_strategies_ext.replication.module import (
+    ReplicatedModule,
+    Scatter,
     check_replica_devices,
     check_scatter,
     check_single_process,
-    reduce_replicas,
 )
 
 T = TypeVar("T")

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.arguments import (
+    DEFAULT_HANG_TIMEOUT,
+    check_devices,
+    check_not_interactive,
+    check_plugins,
+    rejects_old_names,
+)
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
@@ -30,7 +36,6 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
@@ -66,6 +71,7 @@ class HorovodStrategy(ParallelStrategy):
         fabric = Fabric(strategy="horovod_ext", devices=2)
     """
 
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -100,12 +106,11 @@ class HorovodStrategy(ParallelStrategy):
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
-        cluster_environment = environment_of_child(None)
         launch = LaunchInfo.from_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment if launch is None else environment.HorovodEnvironment(launch),
+            cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
             hang_timeout=hang_timeout,

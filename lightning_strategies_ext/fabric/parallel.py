@@ -17,11 +17,15 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from torch import Tensor
 from torch.distributed import Store
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import barrier_name, check_hang_timeout, check_no_old_names
+from lightning_strategies_ext.arguments import (
+    RenamedAttribute,
+    barrier_name,
+    check_hang_timeout,
+)
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
@@ -64,13 +68,12 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Rejects arguments by their names in earlier versions."""
-        check_no_old_names(cls, kwargs)
-        return super().__new__(cls)
-
     register_strategies = register_strategies
     __repr__ = describe
+    stopping_together = RenamedAttribute("coordinated_stop")
+    has_met = RenamedAttribute("has_joined")
+    note_failure = RenamedAttribute("announce_failure")
+    explained = RenamedAttribute("explain_exception")
 
     # --- collectives ---
 
@@ -177,15 +180,6 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
 
     def _engine(self) -> Collectives:
         return self.collectives
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        # The stage context belongs to this process: a worker creates another one.
-        return {name: value for name, value in vars(self).items() if name != "_stage_context"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._stage_context = StageContext(self._engine)
 
     def _start_failure_monitor(
         self,

@@ -68,7 +68,7 @@ class ElasticMonitor:
             tracks_exits: Whether the exit of a process of this host is a loss.
             link_store: Store that the ranks share, for this world alone, if the loss of a host is to be detected.
         """
-        self.leave_world(agreed=True)
+        self.leave_world(is_coordinated=True)
         loop, links = SelectorLoop(), None
         if link_store is not None and len({peer.host for peer in peers.values()}) > 1:
             links = PeerLinks(loop, lambda rank, message: False)
@@ -83,21 +83,21 @@ class ElasticMonitor:
             if tracks_exits:
                 self._exit_tracker = ExitTracker(local_peers(peers, rank), loop)
 
-    def leave_world(self, *, agreed: bool) -> None:
+    def leave_world(self, *, is_coordinated: bool) -> None:
         """Stops monitoring the ranks of the world, except for hangs. A second call is a no-op.
 
         Args:
-            agreed: Whether the other ranks leave too. If False, the peer links are closed without a goodbye, and the
-                other ranks treat this rank as lost.
+            is_coordinated: Whether all ranks leave together. If not, the peer links are closed without a goodbye, and
+                the other ranks treat this rank as lost.
         """
         self._abort_collectives = None
         if self._links is not None or self._exit_tracker is not None:
             with self._stopped_thread():
-                self._close_world(agreed=agreed)
+                self._close_world(is_coordinated=is_coordinated)
 
-    def _close_world(self, *, agreed: bool) -> None:
+    def _close_world(self, *, is_coordinated: bool) -> None:
         if self._links is not None:
-            self._links.close() if agreed else self._links.abort()
+            self._links.close() if is_coordinated else self._links.abort()
         self._loop.close()
         if self._exit_tracker is not None:
             self._exit_tracker.close()
@@ -155,7 +155,7 @@ class ElasticMonitor:
         if os.getpid() == self._pid:
             self._abort_collectives = None
             with self._stopped_thread():
-                self._close_world(agreed=True)
+                self._close_world(is_coordinated=True)
                 self._close_hang_policy()
 
     # --- called by the monitor thread ---

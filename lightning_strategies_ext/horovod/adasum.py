@@ -1,12 +1,12 @@
 """Adasum over Horovod: combines the parameter updates of the ranks' optimizers instead of their gradients."""
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_strategies_ext.horovod.exchange_options import HorovodExchangeOptions
 from lightning_strategies_ext.horovod.gradient_exchange import exchanged_parameters, summable
@@ -47,12 +47,9 @@ class AdasumExchange:
             )
 
     @contextmanager
-    def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:
-        """Replaces the update of an optimizer step inside the context with the combined update of all ranks.
-
-        Args:
-            parameters: Parameters of the optimizer.
-        """
+    def around_step(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Replaces the update of a step of the optimizer in the context with the combined update of all ranks."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moved = [
             torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
             for parameter in parameters

@@ -24,9 +24,9 @@ from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.runtime import shut_down
 
-_ELASTIC = "HOROVOD_ELASTIC"
-#: What the driver answers, in this order.
-_SLOT = (
+_ELASTIC_VARIABLE = "HOROVOD_ELASTIC"
+#: Environment variables with the numbers of a slot, in the order of the driver's reply.
+_SLOT_VARIABLES = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
     "HOROVOD_LOCAL_RANK",
@@ -34,39 +34,39 @@ _SLOT = (
     "HOROVOD_CROSS_RANK",
     "HOROVOD_CROSS_SIZE",
 )
-#: Our part of the store. The driver empties the store whenever it gives out slots.
+#: Prefix of this package's keys in the store, which the driver clears whenever it assigns slots.
 _SCOPE = "lightning_strategies_ext"
-#: Seconds that ranks wait for a new rank to reach ``fit``. It may have exited, which no process reports to them.
+#: Time for which ranks wait for a new rank to reach ``fit``, in seconds. No process reports to them that it has exited.
 JOIN_TIMEOUT_S = 120.0
-#: How long the driver may take to answer what needs no waiting, in seconds.
-ANSWER_TIMEOUT_S = 1.0
+#: Timeout for the driver's reply to a request that it can answer immediately, in seconds.
+REPLY_TIMEOUT_S = 1.0
 _POLL_INTERVAL_S = 0.02
-#: How many requests all ranks together may send to the driver, which is one Python process.
-REQUESTS_PER_S = 500
+#: Maximum number of requests that all ranks together send per second to the driver, which is one Python process.
+MAX_REQUESTS_PER_S = 500
 _membership: "DriverMembership | None" = None
-_has_been_initialised = False
+_has_been_initialized = False
 #: Local and remote addresses of Horovod's connections in this world.
 _connections: set[tuple[Any, Any]] = set()
 
 
 def is_elastic_launch() -> bool:
-    """Whether ``horovodrun`` has started this process as one of a changing number of ranks."""
-    return os.environ.get(_ELASTIC) == "1"
+    """Returns whether ``horovodrun`` has started this process with a discovery script."""
+    return os.environ.get(_ELASTIC_VARIABLE) == "1"
 
 
 class DriverMembership:
-    """A rank of Horovod's that the elastic driver numbers; see :class:`.elastic.membership.Membership`.
+    """A :class:`.elastic.membership.Membership` whose ranks the elastic driver assigns.
 
     Args:
-        launch: The slot that the driver has started this process for.
+        launch: Slot for which the driver has started this process.
 
     Attributes:
-        launch: The slot that this rank has now.
-        members: The ranks of the world that this one is in.
+        launch: Slot of this rank in the current world.
+        members: Members of the current world, in the order of ranks.
         has_joined: Whether this rank takes part in training.
 
     Raises:
-        RuntimeError: If some of the ranks with which this process was started do not come.
+        RuntimeError: If not all ranks of the first world join in time.
     """
 
     waiting_reason = (
@@ -86,48 +86,49 @@ class DriverMembership:
         self.has_joined = all(member.is_new for member in self.members)
 
     def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
-        """Asks the driver for a slot; None if this rank's host is no longer among those of the discovery script."""
+        """Requests a slot from the driver; None if the discovery script does not list this rank's host any more."""
         key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-        answer: list[bytes | Exception] = []
+        replies: list[bytes | Exception] = []
 
-        def ask() -> None:
+        def request() -> None:
             try:
-                answer.append(_request("GET", f"rank_and_size/{key}"))
+                replies.append(_request("GET", f"rank_and_size/{key}"))
             except Exception as error:
-                answer.append(error)
+                replies.append(error)
 
-        thread = threading.Thread(target=ask, name="elastic-slot", daemon=True)
+        thread = threading.Thread(target=request, name="elastic-slot", daemon=True)
         started = time.monotonic()
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_INTERVAL_S)
             on_wait(time.monotonic() - started)
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        if not answer[0]:
+        reply = replies[0]
+        if isinstance(reply, Exception):
+            raise reply
+        if not reply:
             raise MembershipServiceError("The elastic driver has no response for this rank")
-        numbers = answer[0].decode().split(",")
+        numbers = reply.decode().split(",")
         if int(numbers[0]) < 0:
             return None
-        # For what reads them: Horovod's C++, and Trainers to come.
-        os.environ.update(zip(_SLOT, numbers, strict=True))
+        # Horovod's native code reads these variables, and so does the next Trainer.
+        os.environ.update(zip(_SLOT_VARIABLES, numbers, strict=True))
         launch = LaunchInfo.from_environment()
         assert launch is not None
         self.launch = launch
         return launch.rank
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
-        """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initialises Horovod."""
+        """Waits at most :data:`JOIN_TIMEOUT_S` until all ranks have joined, then initializes Horovod."""
         members: list[Member] = []
-        launch, is_said = self.launch, False
+        launch, is_published = self.launch, False
         started = time.monotonic()
         while len(members) < launch.size:
-            # A driver that has ended the job may still take requests, and answers none.
+            # A driver that has ended the job may still accept requests, without a reply.
             with suppress(TimeoutError):
-                if not is_said:
-                    _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded(), ANSWER_TIMEOUT_S)
-                    is_said = True
-                value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}", timeout_s=ANSWER_TIMEOUT_S)
+                if not is_published:
+                    _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded(), REPLY_TIMEOUT_S)
+                    is_published = True
+                value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}", timeout_s=REPLY_TIMEOUT_S)
                 if value:
                     members.append(Member.decoded(value))
                     continue
@@ -135,13 +136,13 @@ class DriverMembership:
             if waited > JOIN_TIMEOUT_S:
                 return False
             on_wait(waited)
-            time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
-        _initialise()
+            time.sleep(max(_POLL_INTERVAL_S, launch.size / MAX_REQUESTS_PER_S))
+        _initialize()
         self.members = members
         return True
 
     def detect_host_loss(self, store: Store) -> None:
-        """Makes this rank's collectives fail once another host is lost. Collective: all ranks of the world call it.
+        """Makes this rank's collectives fail after the loss of a host. Collective: all ranks of the world call it.
 
         Args:
             store: Store that the ranks of this world share.
@@ -149,14 +150,14 @@ class DriverMembership:
         elastic_monitor().enter_world(self.launch.rank, peers_of(self.members), _disconnect, link_store=store)
 
     def leave(self, *, is_coordinated: bool) -> None:
-        """Shuts Horovod down; its connections too, if others may wait at their ends."""
-        elastic_monitor().leave_world(agreed=is_coordinated)
+        """Shuts Horovod down. If not all ranks leave together, first closes its connections, so that no rank waits."""
+        elastic_monitor().leave_world(is_coordinated=is_coordinated)
         if not is_coordinated:
             _disconnect()
         shut_down()
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """Whether an exception comes from Horovod's telling that another rank is gone."""
+        """Returns whether an exception is caused by an error with which Horovod reports the loss of a rank."""
         from horovod.common.exceptions import HorovodInternalError
 
         at: BaseException | None = error
@@ -167,15 +168,15 @@ class DriverMembership:
         return False
 
     def listen(self) -> "HostChangeListener":
-        """Begins to hear of hosts that come or go."""
+        """Starts the detection of added and removed hosts."""
         return HostChangeListener()
 
 
 def membership(launch: LaunchInfo) -> DriverMembership:
-    """That of this process; the same again when called again. The first call waits for the other ranks.
+    """Returns the membership of this process. The first call creates it and waits for the other ranks.
 
     Raises:
-        RuntimeError: If some do not come.
+        RuntimeError: If not all ranks join in time.
     """
     global _membership
     if _membership is None:
@@ -184,32 +185,31 @@ def membership(launch: LaunchInfo) -> DriverMembership:
 
 
 def leave() -> None:
-    """Leaves the other ranks, some of whom may wait for this one, if this process has joined any."""
+    """Leaves the current world, if there is one, and aborts the collectives of its other ranks."""
     if _membership is not None:
         _membership.leave(is_coordinated=False)
 
 
-def _initialise() -> None:
-    # For the slot that the environment variables say.
+def _initialize() -> None:
+    # Uses the slot in the environment variables.
     import horovod.torch as hvd
 
-    global _has_been_initialised
-    if _has_been_initialised:
-        # Without the variable it does not ask the driver. That the run is elastic it remembers from the first time.
-        del os.environ[_ELASTIC]
+    global _has_been_initialized
+    if _has_been_initialized:
+        # Without the variable, Horovod requests no slot. At the first call it has stored that the job is elastic.
+        del os.environ[_ELASTIC_VARIABLE]
     _connections.clear()
     try:
         with record_connections(_connections):
             hvd.init()
     finally:
-        os.environ[_ELASTIC] = "1"
-    _has_been_initialised = True
+        os.environ[_ELASTIC_VARIABLE] = "1"
+    _has_been_initialized = True
 
 
 def _disconnect() -> None:
-    # Closes the connections to the other ranks that Horovod has made for this world. It keeps some when it is shut down
-    # (0.28.1), and a rank that waits at the other end of one for what we will never send would do so for 30 s, the
-    # timeout of gloo.
+    # Closes Horovod's connections to the other ranks of this world. After a shutdown some remain open (0.28.1), and a
+    # rank that waits for data of this rank would notice only after gloo's timeout of 30 s.
     shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in _connections)
 
 
@@ -229,11 +229,11 @@ class HostChangeListener:
         self._manager.register_listener(self)
 
     def on_hosts_updated(self, timestamp: int, update: int) -> None:
-        """Called by Horovod, on a thread of its own."""
+        """Records the change. Called by Horovod, on another thread."""
         self.has_changed = True
 
     def close(self) -> None:
-        """Stops receiving."""
+        """Stops receiving notifications."""
         self._manager.remove_listener(self)
 
 

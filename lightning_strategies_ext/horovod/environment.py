@@ -105,6 +105,13 @@ def num_processes(devices: list[torch.device], environment: ClusterEnvironment |
     return environment.launch.local_size if isinstance(environment, HorovodEnvironment) else len(devices)
 
 
+def num_nodes(environment: ClusterEnvironment | None) -> int:
+    """Returns the number of hosts."""
+    if not isinstance(environment, HorovodEnvironment):
+        return 1
+    return max(1, environment.launch.size // environment.launch.local_size)
+
+
 def set_launch_size(devices: list[torch.device], environment: ClusterEnvironment) -> None:
     """Sets the number of ranks and this process's rank, before ranks are started.
 

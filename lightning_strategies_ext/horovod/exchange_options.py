@@ -57,6 +57,19 @@ class HorovodExchangeOptions:
                 f" but `op={self.op!r}` does not average. Omit one of the two."
             )
 
+    def check_can_join(self) -> None:
+        """Checks that gradients are averaged over all ranks that have data.
+
+        Raises:
+            ValueError: If updates are combined instead, or gradients are exchanged among some ranks only.
+        """
+        if self.op == "adasum" or self.process_set is not None:
+            reason = "`op='adasum'`" if self.op == "adasum" else "a `process_set`"
+            raise ValueError(
+                f"`uneven_inputs='join'` averages gradients over the ranks that have data, which {reason} does not."
+                " Omit one of the two, or use `uneven_inputs='stop'`."
+            )
+
 
 def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
     """Rejects an optimizer that exchanges gradients itself.

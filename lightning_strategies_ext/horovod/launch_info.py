@@ -33,7 +33,7 @@ _LAUNCHERS = {
 }
 
 #: Pid of the rank that has started the other ranks. It marks processes that no launcher has started.
-_STARTED_BY = "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY"
+_PARENT_PID = "LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class LaunchInfo:
 
 def is_rank_of_script() -> bool:
     """Returns whether the user's script has started the ranks, including this process."""
-    return os.environ.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
+    return os.environ.get(_PARENT_PID) in (str(os.getpid()), str(os.getppid()))
 
 
 def exited_parent_pid() -> int | None:
     """Returns the pid of the process that started this rank if it has exited; else None."""
-    starter = int(os.environ.get(_STARTED_BY, os.getpid()))
+    starter = int(os.environ.get(_PARENT_PID, os.getpid()))
     return None if is_running(starter) else starter
 
 
@@ -86,7 +86,7 @@ def serve_rendezvous(num_processes: int) -> None:
 
     server = _rendezvous_server("127.0.0.1")
     os.environ[_RENDEZVOUS_PORT] = str(server.server_port)
-    os.environ[_STARTED_BY] = str(os.getpid())
+    os.environ[_PARENT_PID] = str(os.getpid())
     server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
 
 

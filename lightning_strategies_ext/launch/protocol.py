@@ -38,10 +38,9 @@ A *shared object* is an object that the main process and the worker both have, s
 refer to it by its number in :class:`.SharedObjects`.
 """
 
-import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -282,7 +281,7 @@ class EncodedValue:
 
 @dataclass
 class StageDiff:
-    """What a stage has changed, without the tensors of its module: the last result before any predictions.
+    """A result: the changes of a stage, without the tensors of its module; the last result before any predictions.
 
     Attributes:
         classes: (number of a shared object, its new class).
@@ -314,7 +313,7 @@ class StageDiff:
 
 @dataclass
 class PredictionPlan:
-    """A result: how the predictions of a rank that follow are to be ordered, per dataloader.
+    """A result: the order of the predictions of a rank, which follow, for each DataLoader.
 
     Attributes:
         keys: Positions of each batch's samples in the dataset.
@@ -334,7 +333,7 @@ class PredictionChunk:
 
 @dataclass
 class FunctionResult:
-    """A result: what a function has returned."""
+    """A result: the return value of a function."""
 
     value: Any
 
@@ -373,38 +372,3 @@ MessageToWorker = (
 LinkMessageToWorker = RankAssignment | WorldMembers | JoinPending | SendSignal | PeerLost
 LinkMessageToMain = ReadyToJoin | JoinedWorld | WorkerOutput
 LinkMessage = LinkMessageToWorker | LinkMessageToMain
-
-# --- messages over a link, as the kind and the contents of a frame ---
-
-_STDOUT, _STDERR, _JSON = 1, 2, 3
-_OF_JSON = {kind.__name__: kind for kind in (ReadyToJoin, RankAssignment, JoinPending, SendSignal, PeerLost)}
-
-
-def encode(message: LinkMessage) -> tuple[int, bytes]:
-    """Returns the kind and the contents of the frame of a message over a link."""
-    if isinstance(message, WorkerOutput):
-        return _STDERR if message.is_error else _STDOUT, message.data
-    return _JSON, json.dumps([type(message).__name__, asdict(message)]).encode()
-
-
-def decode(kind: int, data: bytes) -> LinkMessage:
-    """Returns the message that :func:`encode` has encoded.
-
-    Data from a link is never unpickled: otherwise a process with access to the network between hosts could run code.
-
-    Raises:
-        ValueError: If the frame is no message.
-    """
-    if kind in (_STDOUT, _STDERR):
-        return WorkerOutput(kind == _STDERR, data)
-    name, fields = json.loads(data) if kind == _JSON else (str(kind), {})
-    if name == "JoinedWorld":
-        return JoinedWorld(Member.from_dict(fields["member"]))
-    if name == "WorldMembers":
-        return WorldMembers(fields["members"] and [Member.from_dict(member) for member in fields["members"]])
-    if name not in _OF_JSON:
-        raise ValueError(f"unknown message {name!r}")
-    if name == "RankAssignment" and isinstance(fields["store"], list):
-        fields["store"] = tuple(fields["store"])
-    message: LinkMessage = _OF_JSON[name](**fields)
-    return message

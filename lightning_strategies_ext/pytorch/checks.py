@@ -1,15 +1,20 @@
 """Checks of a stage before its processes start, and of the module before training."""
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_strategies_ext.torch_distributed.compression.config import Compression, is_stateless
+from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 _OURS = __name__.partition(".")[0]
 _HOOKS_THAT_MAY_UNFREEZE = ("configure_model", "setup", "configure_callbacks")
@@ -29,20 +34,67 @@ def check_callbacks(trainer: "pl.Trainer | None") -> None:
         )
 
 
-def check_batch_norm(module: Module, device: torch.device) -> None:
+def check_fit(
+    trainer: "pl.Trainer | None", module: "pl.LightningModule | None", layer_sync: Any, device: torch.device
+) -> None:
+    """Rejects, before processes start, a ``fit`` that would fail in each process.
+
+    It checks only properties that no hook can still change.
+
+    Args:
+        trainer: The Trainer; None without a stage.
+        module: Module of the stage.
+        layer_sync: LayerSync plugin of the strategy, or None.
+        device: Device of a rank.
+
+    Raises:
+        MisconfigurationException: If a callback requires a single process.
+        ValueError: If no parameter of the module requires a gradient, or if batch normalization would be synchronized
+            between CPUs.
+    """
+    check_callbacks(trainer)
+    if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
+        return
+    check_batch_norm(module, device, layer_sync)
+    if not may_unfreeze(module, trainer):
+        check_has_trainable_parameters(module)
+
+
+def check_batch_norm(module: Module, device: torch.device, layer_sync: Any) -> None:
     """Rejects synchronized batch normalization on CPUs: the layers of torch and Horovod support GPUs only.
 
     Args:
         module: Module to train; a module without batch normalization is accepted.
         device: Device of this rank.
+        layer_sync: LayerSync plugin of the strategy; only torch's is checked.
 
     Raises:
         ValueError: If the module has batch normalization and the device is a CPU.
     """
+    if not isinstance(layer_sync, TorchSyncBatchNorm):
+        return
     if device.type == "cpu" and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         raise ValueError(
             "`sync_batchnorm=True` requires GPUs: neither torch's SyncBatchNorm nor Horovod's supports CPUs, but"
             f" {type(module).__name__} has batch normalization. Omit the argument, or use `accelerator='gpu'`."
+        )
+
+
+def check_layer_sync(layer_sync: Any, how: str, where: str) -> None:
+    """Rejects a plugin that synchronizes layers otherwise than the strategy supports.
+
+    Args:
+        layer_sync: LayerSync plugin of the strategy, or None.
+        how: How the plugin synchronizes layers, and why that fails.
+        where: Where ``Trainer(sync_batchnorm=True)`` works, for the message.
+
+    Raises:
+        ValueError: If the plugin is not torch's.
+    """
+    if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
+        raise ValueError(
+            f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers {how}. For batch normalization, use"
+            f" `Trainer(sync_batchnorm=True)`{where}."
         )
 
 

@@ -1,34 +1,23 @@
 """DDPStrategy: data parallelism with one process per device, over torch.distributed. Names ``ddp_ext`` and variants.
 
-Differences from Lightning's ``ddp``:
-
-- no blocking collective per training step: the agreement on a SIGTERM does not block training;
-- no barrier before a reduction, and one round trip for small broadcasts;
-- one copy of the gradients in memory;
-- communication hooks and post-local SGD on every backend;
-- errors are raised before processes start, where possible.
-
-The trained weights are bitwise identical with two CPU ranks, and with more ranks over the same backend. With three or
-more ranks over ``shm`` they are equal up to rounding, because ``shm`` sums in a different order than gloo.
+Unlike Lightning's ``ddp``, it has no blocking collective per training step and no barrier before a reduction, it keeps
+one copy of the gradients, and it raises errors before processes start, where possible. The trained weights are bitwise
+identical, except with three or more ranks over ``shm``, which sums in a different order than gloo.
 """
 
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -37,59 +26,35 @@ from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import (
-    DEFAULT_HANG_TIMEOUT,
-    DEFAULT_TIMEOUT,
-    StartMethod,
-    check_start_method,
-    check_start_method_interactive,
-)
 from lightning_strategies_ext.collectives.model_check import check_same_model
+from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
-from lightning_strategies_ext.launch.protocol import WorkerRankInfo
-from lightning_strategies_ext.launch.ray import ray_train
-from lightning_strategies_ext.launch.ray.ray_train import RayEnvironment
-from lightning_strategies_ext.launch.script_launcher import ScriptLauncher, devices_of_ranks
-from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
+from lightning_strategies_ext.launch.script_launcher import ScriptLauncher
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
-from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_precision, may_unfreeze
-from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization, StaticGraph
+from lightning_strategies_ext.lightning_names import PACKAGE
+from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit, check_precision
+from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
-from lightning_strategies_ext.torch_distributed.compression.config import (
-    BFloat16,
-    Compression,
-    CompressionName,
-    Float16,
-    resolve_compression,
-)
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.compression import config as compressions
 from lightning_strategies_ext.torch_distributed.ddp_advice import advise_static_graph, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
-from lightning_strategies_ext.torch_distributed.features import Features
 from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
-from lightning_strategies_ext.torch_distributed.wrapping import (
-    check_ddp_kwargs,
-    check_has_trainable_parameters,
-    records_graph,
-    wrap_in_ddp,
-)
+from lightning_strategies_ext.torch_distributed.wrapping import check_ddp_kwargs, records_graph, wrap_in_ddp
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
-
-_OURS = __name__.partition(".")[0]
-#: Rank info of a Trainer on one device, in a process that belongs to a group of several ranks.
-_SINGLE_RANK_INFO = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
 class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
@@ -134,6 +99,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         trainer = Trainer(strategy=DDPStrategy(static_graph=True, timeout=timedelta(minutes=5)), devices=2)
     """
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -146,36 +112,27 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
-        start_method: StartMethod = "popen",
+        timeout: timedelta | None = arguments.DEFAULT_TIMEOUT,
+        start_method: arguments.StartMethod = "popen",
         process_group_options: Any | None = None,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
+        hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
-        compression: CompressionName | Compression | None = None,
+        compression: compressions.CompressionName | compressions.Compression | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(uneven_inputs)
-        check_start_method(start_method)
-        process_group.check_backend(process_group_backend)
-        process_group.check_options(process_group_options, process_group_backend)
-        process_group.check_timeout(timeout)
+        arguments.check_start_method(start_method)
+        process_group.check_arguments(process_group_backend, process_group_options, timeout)
         check_ddp_kwargs(kwargs, may_search=True)
-        uneven = None if uneven_inputs == "error" else uneven_inputs
-        self._tunes_buckets = take_auto(
-            kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven
-        )
-        self._gradient_sync = GradientSyncOptions(
-            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, resolve_compression(compression)
-        )
-        self._check_exchange(uneven_inputs, kwargs)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            hang_timeout=hang_timeout,
-        )
+        others = {"ddp_comm_hook": ddp_comm_hook, "compression": compression, "uneven_inputs": uneven_inputs}
+        self._tunes_buckets = take_auto(kwargs, **others)
+        hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period
+        self._gradient_sync = GradientSyncOptions(*hook, compressions.resolve_compression(compression))
+        if self._is_elastic:  # first, because the next check would recommend a mode that this one rejects
+            check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
+        self._gradient_sync.check_compatible(kwargs, joins_uneven_inputs=uneven_inputs == "join")
+        plugins = cluster_environment, checkpoint_io, precision_plugin
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend
@@ -183,10 +140,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._uneven_inputs = uneven_inputs
-        self._features = Features()
         self.exchange_state: dict[str, Any] | None = None
-        self._pending_feature_states: Mapping[str, Any] = {}  # states of features, until a model is wrapped
-        self._worker: WorkerContext | None = None
+        self.cheaper_compressions = self._gradient_sync.cheaper_compressions(is_elastic=self._is_elastic)
         self._has_hidden_group = False
 
     @property
@@ -199,82 +154,25 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def root_device(self) -> torch.device:
         """Device of this rank."""
-        if not self.parallel_devices:
-            raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
-        if self.local_rank >= len(self.parallel_devices):
-            raise RuntimeError(
-                f"This process is local rank {self.local_rank} according to its environment, but `devices` specifies"
-                f" {len(self.parallel_devices)} for this host. Pass as many `devices` to the Trainer as processes"
-                " were started per host, or start one process per device. If each process is to use its own GPU, make"
-                " only that GPU visible to it (`--gpus-per-task=1` under SLURM), with `devices=1`."
-            )
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    @override
-    def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` that would reduce the size of exchanges."""
-        compression = self._gradient_sync.compression
-        if compression is None and self._gradient_sync.comm_hook is None:
-            return ("bf16", "powersgd", "localsgd")
-        return ("powersgd", "localsgd") if isinstance(compression, (BFloat16, Float16)) else ()
-
-    @property
-    @override
-    def num_bytes_exchanged(self) -> int | None:
-        """Bytes that this rank has passed to a compressed exchange so far; None without compression."""
-        return self._features.num_bytes_exchanged
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise no_device_error(devices, self.local_rank)
+        return devices[self.local_rank]
 
     # --- environment, launch ---
 
     @override
     def _configure_launcher(self) -> None:
         # The Trainer calls it after it has set devices, environment, and number of nodes, before processes start.
-        rank_info = ray_train.current_rank_info()
-        if rank_info is not None:
-            self._join_ray_train(rank_info)
-        else:
-            self._assign_one_device_per_rank()
-        if rank_info is None and process_group.has_others() and self.num_nodes * self.num_processes == 1:
-            assert self.parallel_devices is not None
-            self._set_rank_info(_SINGLE_RANK_INFO, self.parallel_devices[0])
-            self.set_world_ranks()
+        is_script = self._start_method == "popen"
+        settings = self._process_group_backend, self._process_group_options, self._timeout
+        self._process_group_backend = assign_ranks(self, *settings, starts_ranks=not is_script)
         check_precision(self._gradient_sync.compression, self.precision_plugin)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
-        if self._start_method == "popen":
-            check_start_method_interactive(self._start_method)
-            self._launcher = ScriptLauncher(self)
-        else:
-            self._launcher = WorkerLauncher(self, self._make_starter())
+        arguments.check_start_method_interactive(self._start_method)
+        self._launcher = ScriptLauncher(self) if is_script else WorkerLauncher(self, self._make_starter())
 
-    def _assign_one_device_per_rank(self) -> None:
-        assert self.cluster_environment is not None
-        devices = self.parallel_devices or []
-        self.parallel_devices = devices_of_ranks(devices, self.cluster_environment, self.num_nodes)
-        if len(self.parallel_devices) != len(devices):
-            self.set_world_ranks()
-
-    def _join_ray_train(self, rank_info: WorkerRankInfo) -> None:
-        """Uses the rank, the device, and the process group that Ray Train has assigned to this process."""
-        ray_train.check_compatible(
-            rank_info,
-            type(self).__name__,
-            starts_ranks=self._start_method != "popen",
-            num_devices=len(self.parallel_devices or []),
-            process_group_backend=self._process_group_backend,
-            process_group_options=self._process_group_options,
-            timeout=self._timeout,
-        )
-        self._process_group_backend = dist.get_backend()
-        self._set_rank_info(rank_info, ray_train.current_device())
-        self.set_world_ranks()
-
-    def _set_rank_info(self, rank_info: WorkerRankInfo, device: torch.device) -> None:
-        """Sets the ranks and the device that Ray has assigned to this process."""
-        self.parallel_devices = [device] * rank_info.local_world_size
-        self.num_nodes = rank_info.num_nodes
-        self.cluster_environment = RayEnvironment(rank_info)
-
+    around_stage = arguments.RenamedAttribute("wrap_stage")
     #: Whether workers are reused by the next stage.
     keep_workers = True
     #: Restart policy for workers that exit during ``fit``; None if ``fit`` fails when a worker exits.
@@ -292,60 +190,24 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _make_starter(self) -> WorkerStarter:
         """Creates the object that starts workers, for all start methods except "popen"."""
         assert self._start_method != "popen"
-        check_start_method_interactive(self._start_method)
-        package = __name__.partition(".")[0]
-        module = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
-        return ProcessStarter(self._start_method, preloaded=module)
+        ours = (kind.__module__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == PACKAGE)
+        return ProcessStarter(self._start_method, preloaded=next(ours))
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Rejects, before processes start, a ``fit`` that would fail.
-
-        It checks only properties that no hook can still change; ``setup`` checks the rest.
-
-        Raises:
-            MisconfigurationException: If a callback requires a single process.
-            ValueError: If no parameter of the module requires a gradient, or if batch normalization would be
-                synchronized between CPUs.
-        """
-        check_callbacks(trainer)
-        module = self.lightning_module
-        if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._check_batch_norm(module)
-        if not may_unfreeze(module, trainer):
-            check_has_trainable_parameters(module)
-
-    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        """Rejects, in the constructor, incompatible arguments of the gradient exchange."""
-        self._gradient_sync.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
-
-    def _check_batch_norm(self, module: Module) -> None:
-        if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
-            check_batch_norm(module, self.root_device)
+        """Rejects, before processes start, a ``fit`` that would fail, see :func:`.check_fit`."""
+        check_fit(trainer, self.lightning_module, strategy_parts.layer_sync(self), self.root_device)
 
     def wrap_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """Returns a context manager for the main process, active while workers run the stage; a no-op by default."""
         return nullcontext()
 
-    def enter_worker(self, context: WorkerContext) -> None:
-        """Stores the context of this worker process; called before all other methods."""
-        self._worker = context
-
     @override
-    def setup_environment(self) -> None:
-        """Prepares the device and joins the process group; returns when all ranks have joined.
+    def setup_distributed(self) -> None:
+        """Joins the process group with the rank that the cluster environment assigns to this process.
 
         Raises:
             RuntimeError: If this process belongs to a process group of different rank or size.
         """
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
-
-    @override
-    def setup_distributed(self) -> None:
-        """Joins the process group with the rank that the cluster environment assigns to this process."""
-        assert self.cluster_environment is not None
         if self._worker is None or not self._worker.is_continuation:
             reset_seed()
         self.set_world_ranks()
@@ -354,18 +216,12 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         else:
             strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
         leave = process_group.stop if process_group.has_others() else None
-        self._enter_world(self._join_group, leave, disconnect, DefaultGroupProgress())
+        self._enter_stage(self._join_group, leave, disconnect, DefaultGroupProgress())
 
     def _join_group(self) -> Store | None:
+        settings = self._process_group_backend, self.root_device, self._timeout, self._process_group_options
         assert self.cluster_environment is not None
-        self._process_group_backend = process_group.start(
-            self.cluster_environment,
-            self._process_group_backend,
-            self.root_device,
-            self._timeout,
-            self._process_group_options,
-            self.num_nodes,
-        )
+        self._process_group_backend = process_group.start(self.cluster_environment, *settings, self.num_nodes)
         return process_group.default_store() if self.world_size > 1 else None
 
     # --- setup ---
@@ -376,9 +232,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
         Raises:
             ModelMismatchError: If another rank has a different model.
-            ValueError: If training has no parameter that requires a gradient, if batch normalization would be
-                synchronized between CPUs, or if post-local SGD is combined with an optimizer that distributes its own
-                work.
+            ValueError: If the model cannot be trained, see :func:`.check_fit`, or an optimizer is distributed.
         """
         assert self.accelerator is not None
         assert self.model is not None
@@ -386,9 +240,12 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self.accelerator.setup(trainer)
         layer_sync = strategy_parts.layer_sync(self)
         if is_fitting and layer_sync is not None:
-            self._check_batch_norm(self.model)
+            check_batch_norm(self.model, self.root_device, layer_sync)
             self.model = layer_sync.apply(self.model)
-        has_same_model = not is_fitting and self._is_module_unchanged_everywhere()
+        worker, has_same_model = self._worker, False
+        if not is_fitting and worker is not None and self.num_nodes == 1:
+            # Without a broadcast, workers keep sharing memory. Workers of other hosts have another main process.
+            has_same_model = self.reduce_boolean_decision(worker.are_unchanged(tensors_of(self.model).values()))
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if is_fitting:
@@ -400,33 +257,22 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
-            inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
-            self._features.attach(inner)
+            self._features.attach(user_modules.unwrapped_optimizers(self.optimizers))
         trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
-    def _begin_stage(self, trainer: "pl.Trainer") -> None:
-        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
-        self._start_stop_agreement(trainer, is_requested=must_stop)
-        if self._stage_context.failure_monitor is not None:
-            self._stage_context.handle_stage_exits(is_job=self._worker is None)
-        self._evaluate_together(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
-
     @override
-    def configure_ddp(self) -> None:
-        """Wraps the LightningModule in DDP, and starts the features of the gradient exchange."""
-        assert isinstance(self.model, pl.LightningModule)
-        if self._ddp_kwargs.get("init_sync", True):
-            check_same_model(self.collectives, self.model, self.root_device, is_trained=True)
-        self.model = self._setup_model(self.model)
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
+        super()._begin_stage(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
+        if self._ddp_kwargs.get("init_sync", True):
+            check_same_model(self.collectives, model, self.root_device, is_trained=True)
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         contribution = None if self._uneven_inputs == "error" else Contribution()
-        self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, contribution or Contribution())
         context = FeatureContext(
             options=self._gradient_sync,
             ddp_kwargs={**self._ddp_kwargs},
@@ -436,79 +282,34 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             timeout=self._timeout,
             num_local_ranks=self.num_processes,
             tunes_buckets=self._tunes_buckets,
-            averages_of_model=self._averages_of_model,
-            on_rebuild=self._on_rebuild,
+            is_connected=lambda: self._stage_context.local_collectives is None,
+            averages_of_model=partial(user_modules.averages_of_model, self.lightning_module),
+            on_rebuild=lambda: None if self._observer is None else self._observer.on_exchange_change(),
         )
-        assert self.lightning_module is not None
-        manual = (StaticGraph if ddp_model.static_graph else ManualOptimization)(self.lightning_module)
-        self._features.close()
-        self._features = Features.start(context, ddp_model, manual)
-        self._features.load_state_dict(self._pending_feature_states)
-        self._pending_feature_states, self.exchange_state = {}, None
+        self._features.start(context, ddp_model, ManualOptimization.create(self.lightning_module, ddp_model))
+        self._stage_context.gradient_exchange = DDPGradientExchange(ddp_model, contribution or Contribution())
+        self._stage_context.parameter_tracker = self._features.find(Unfreezing)
+        self.exchange_state = None
         return ddp_model
-
-    def _on_rebuild(self) -> None:
-        if self._observer is not None:
-            self._observer.on_exchange_change()
-
-    def _averages_of_model(self) -> list[Module]:
-        """Returns averages of the model in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
-        module = self.lightning_module
-        trainer = None if module is None else user_modules.trainer_of(module)
-        callbacks: list[Callback] = [] if trainer is None else trainer.callbacks
-        held = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, Module)]
-        return [
-            each
-            for each in held
-            if each is not module and (isinstance(each, AveragedModel) or type(each) is type(module))
-        ]
-
-    @override
-    def model_to_device(self) -> None:
-        """Moves the model to the device of this rank."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    def _is_module_unchanged_everywhere(self) -> bool:
-        # If so, a broadcast would change nothing, but copy the memory pages that workers share. Workers of other hosts
-        # have received their module from another main process.
-        if self._worker is None or self.num_nodes > 1:
-            return False
-        assert self.model is not None
-        return self.reduce_boolean_decision(self._worker.are_unchanged(tensors_of(self.model).values()), all=True)
 
     # --- step ---
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Disables the gradient exchange of backward passes in the block; gradients accumulate locally.
+        """Disables the gradient exchange of backward passes in the block; the first pass after it exchanges the sum.
 
-        The first backward pass after the block exchanges the sum. A no-op unless the model is wrapped in DDP. With
-        ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients in the block, too, because DDP
-        records the graph in it. The sum is the same: the mean over ranks of a mean is that mean.
+        With ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients in the block, too: DDP
+        records the graph in it. The sum is the same, because the mean over ranks of a mean is that mean.
         """
         model = self.model
-        if isinstance(model, DistributedDataParallel) and model.static_graph and records_graph(model):
+        must_exchange = isinstance(model, DistributedDataParallel) and model.static_graph and records_graph(model)
+        with nullcontext() if must_exchange else super().block_backward_sync():
             yield
-            return
-        with super().block_backward_sync():
-            yield
-
-    @override
-    def _before_train_step(self) -> None:
-        super()._before_train_step()
-        for before_step in self._features.before_step:
-            before_step()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepares the exchange of gradients.
-
-        Raises:
-            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
-            RuntimeError: If a parameter was unfrozen in this step, after DDP's forward.
-        """
+        """Prepares the exchange of gradients; raises an error if ranks would exchange different gradients."""
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.before_backward()
         for before_backward in self._features.before_backward:
@@ -516,29 +317,15 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Ends the exchange of gradients, which DDP has already waited for.
-
-        Raises:
-            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
-        """
+        """Ends the exchange of gradients, which DDP has already waited for."""
         for after_backward in self._features.after_backward:
             after_backward()
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.after_backward()
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Steps the optimizer; with local SGD, also averages its parameters over ranks once per period.
-
-        Returns:
-            Result of the optimizer's ``step``.
-        """
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps the optimizer, and returns its result; with local SGD, also averages its parameters once per period."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
         for after_optimizer_step in self._features.after_optimizer_step:
@@ -547,66 +334,40 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
 
-    @property
-    @override
-    def _parameter_tracker(self) -> Unfreezing | None:
-        return self._features.find(Unfreezing)
-
     # --- evaluation, checkpoints ---
-
-    def _synchronize(self) -> bool:
-        """Makes the models of all ranks equal. Collective; not after a failure of this rank.
-
-        Returns:
-            Whether the models are equal.
-        """
-        if self._stage_context.local_collectives is not None:
-            return False
-        self._features.synchronize()
-        return True
 
     @override
     def on_validation_start(self) -> None:
         """Makes the models of all ranks equal, so that all ranks validate the same model."""
         super().on_validation_start()
-        self._synchronize()
+        self._features.synchronize()
 
     @override
     def on_train_end(self) -> None:
         """Makes the models of all ranks equal, and keeps the state of the exchange for later checkpoints."""
         super().on_train_end()
-        if self._synchronize():
-            self.exchange_state = move_data_to_device(self._features.state_dict(), torch.device("cpu")) or None
+        self._features.synchronize()
+        self.exchange_state = move_data_to_device(self._features.state_dict(), torch.device("cpu")) or None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state, after making the models of all ranks equal. Collective with local SGD."""
-        self._synchronize()
+        self._features.synchronize()
         return super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns an optimizer's state; the first also contains the exchange's. Collective with compression.
-
-        torch's optimizers ignore further keys of a state.
-        """
-        states: Mapping[str, Any] = {}
-        if optimizer is self.optimizers[0]:
-            states = self.exchange_state or {}
-            if self._stage_context.local_collectives is None:
-                states = self._features.state_dict() or states  # before the optimizer's, which it may change
-        return {**super().optimizer_state(optimizer), **states}
+        """Returns an optimizer's state; the first also contains the exchange's. Collective with compression."""
+        if optimizer is not self.optimizers[0]:
+            return super().optimizer_state(optimizer)
+        states = self._features.state_dict() or self.exchange_state or {}  # first: it may change the optimizer's state
+        return {**super().optimizer_state(optimizer), **states}  # torch's optimizers ignore further keys
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the states of the optimizers and of the exchange; defers the latter until the exchange exists."""
         super().load_optimizer_state_dict(checkpoint)
-        first: Mapping[Any, Any] = next(iter(checkpoint["optimizer_states"]), {})
-        states = {key: state for key, state in first.items() if str(key).startswith(f"{_OURS}.")}
-        if isinstance(self.model, DistributedDataParallel):
-            self._features.load_state_dict(states)
-        else:
-            self._pending_feature_states = states
+        self._features.load_state_dict(next(iter(checkpoint["optimizer_states"]), {}))
 
     # --- exception, teardown ---
 
@@ -622,31 +383,18 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
         The process group remains for the next stage and is destroyed when the interpreter exits.
         """
-        module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):
             advise_static_graph(self.model, type(self).__name__)
-            self.model = module
-        trainer = None if module is None else user_modules.trainer_of(module)
+            self.model = self.lightning_module
+        trainer = user_modules.trainer_of(self.lightning_module)
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
-        self._features.close()
-        self._features = Features()
         super().teardown()
         if self._has_hidden_group:
             self._has_hidden_group = False
             process_group.bring_back()
 
-    @property
-    @override
-    def _ends_with_teardown(self) -> bool:
-        return self._worker is None
-
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_features": Features(),
-            "exchange_state": None,
-            "_worker": None,
-        }
+        return {**super().__getstate__(), "exchange_state": None, "_worker": None}

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
-from lightning_strategies_ext.elastic.arguments import check_commit_interval, check_elastic_compatible
-from lightning_strategies_ext.elastic.fd_store import RUN_ID, FdStoreClient, TorchrunJob
+from lightning_strategies_ext.elastic.arguments import check_commit_interval
+from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, FdStoreClient, TorchrunJob
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
@@ -75,12 +75,6 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         self._job = self._find_job()
         self._fd_store: FdStoreClient | None = None
 
-    @override
-    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
-        super()._check_exchange(uneven_inputs, ddp_kwargs)
-
     def _find_job(self) -> TorchrunJob:
         if sys.platform != "linux":
             raise StrategyUnavailableError(
@@ -90,8 +84,8 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         job = TorchrunJob.of_this_process()
         if job is None:
             raise StrategyUnavailableError(
-                f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID} is not set). Use"
-                " `torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py`, or"
+                f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID_VARIABLE} is not"
+                " set). Use `torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py`, or"
                 " `strategy='ddp_spawn_elastic_ext'`, which needs no torchrun."
             )
         return job

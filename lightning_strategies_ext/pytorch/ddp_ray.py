@@ -18,15 +18,11 @@ from typing_extensions import override
 
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
-from lightning_strategies_ext.launch.ray.cluster import (
-    PlacementStrategy,
-    ResourceDemand,
-    check_address,
-    check_ray_installed,
-    check_resource_arguments,
-)
+from lightning_strategies_ext.launch.ray.cluster import check_address, check_ray_installed
+from lightning_strategies_ext.launch.ray.resources import PlacementStrategy, ResourceDemand, check_resource_arguments
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
+from lightning_strategies_ext.pytorch.rank_assignment import use_rank_info
 
 #: Arguments of :class:`.DDPSpawnStrategy` that this class rejects → default and reason. LightningCLI passes the
 #: defaults of the base class's arguments, too.
@@ -75,7 +71,6 @@ class DDPRayStrategy(DDPSpawnStrategy):
     """
 
     elastic_class = "ddp_ray_elastic:DDPRayElasticStrategy"
-    _is_elastic = False  # whether workers may change during `fit`
 
     def __init__(
         self,
@@ -202,7 +197,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # A worker sees only the GPUs that Ray has assigned to it.
-        self._set_rank_info(rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
+        use_rank_info(self, rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
 
 
 def _output_directories(trainer: "pl.Trainer") -> list[str]:

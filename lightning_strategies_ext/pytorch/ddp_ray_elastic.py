@@ -18,6 +18,7 @@ from lightning_strategies_ext.launch.ray.cluster import is_client_address
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
 from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
+from lightning_strategies_ext.pytorch.rank_assignment import use_rank_info
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
     """
 
     strategy_name = "ddp_ray_elastic_ext"
-    _is_elastic = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,7 +80,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         assert self._worker is not None
         assert self._worker.rank_info is not None
         members = self.membership.members
-        self._set_rank_info(_rank_info_among(members, rank, self._worker.rank_info), self.root_device)
+        use_rank_info(self, _rank_info_among(members, rank, self._worker.rank_info), self.root_device)
         launching.set_rank_zero_only_rank(rank)
 
     @override

@@ -104,7 +104,7 @@ class DDPSpawnStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         # The Trainer deletes the loaders' iterators next, and with them the positions of loaders such as torchdata's.
-        trainer = None if self.lightning_module is None else user_modules.trainer_of(self.lightning_module)
+        trainer = user_modules.trainer_of(self.lightning_module)
         if trainer is not None and trainer_data.data_fetcher_of(trainer) is not None:
             self.loader_states = trainer_data.current_loader_states(trainer)
         super().teardown()

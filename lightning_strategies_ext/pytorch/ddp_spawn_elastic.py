@@ -24,10 +24,7 @@ from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.collectives import LocalCollectives
-from lightning_strategies_ext.elastic.arguments import (
-    check_commit_interval,
-    check_elastic_compatible,
-)
+from lightning_strategies_ext.elastic.arguments import check_commit_interval
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member, peers_of
 from lightning_strategies_ext.exceptions import JoinError
@@ -40,8 +37,8 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.disconnect import abort, can_abort, disconnect
 
 #: Timeout for connections between ranks, in seconds. Ranks are not notified of a rank that exits while they connect.
 CONNECT_S = 10.0
@@ -121,12 +118,6 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         return self._membership
 
     @override
-    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
-        # First, because the following check would recommend a value of `uneven_inputs` that this one rejects.
-        check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
-        super()._check_exchange(uneven_inputs, ddp_kwargs)
-
-    @override
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Rejects, before processes start, a ``fit`` that would fail.
 
@@ -150,8 +141,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def setup_distributed(self) -> None:
         """Joins the other ranks; during ``fit``, a restarted worker joins them later."""
-        context, module = self._worker, self.lightning_module
-        trainer = None if module is None else user_modules.trainer_of(module)
+        context, trainer = self._worker, user_modules.trainer_of(self.lightning_module)
         if context is None or context.channel is None or trainer is None or not is_fitting(trainer):
             super().setup_distributed()
             return
@@ -215,14 +205,14 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             num_hosts,
         )
         self._process_group_backend = backend
-        if assignment.size > 1 and process_group.can_abort():
+        if assignment.size > 1 and can_abort():
             # NCCL either ignores the exit of a peer or aborts the process; gloo and shm detect exits themselves.
             monitor = elastic_monitor()
-            monitor.enter_world(assignment.rank, peers_of(members), process_group.abort, tracks_exits=True)
+            monitor.enter_world(assignment.rank, peers_of(members), abort, tracks_exits=True)
 
-    def _leave_group(self, agreed: bool) -> None:
-        elastic_monitor().leave_world(agreed=agreed)
-        if not agreed:
+    def _leave_group(self, is_coordinated: bool) -> None:
+        elastic_monitor().leave_world(is_coordinated=is_coordinated)
+        if not is_coordinated:
             self._disconnect()
         process_group.stop()
 
@@ -257,9 +247,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
         )
         self.configure_ddp()
-        self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
-        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
-        self._start_stop_agreement(trainer, is_requested=must_stop)
+        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+        self._start_stop_agreement(trainer)
 
     @override
     def leave_world(self, *, is_coordinated: bool) -> None:
@@ -297,7 +286,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def teardown(self) -> None:
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
-        elastic_monitor().leave_world(agreed=True)  # workers exit after the stage
+        elastic_monitor().leave_world(is_coordinated=True)  # workers exit after the stage
         super().teardown()
 
     @override

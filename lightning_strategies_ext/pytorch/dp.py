@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,13 +25,15 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
+from lightning_strategies_ext.pytorch.checks import check_layer_sync
 from lightning_strategies_ext.registry import describe, register_strategies
-from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
-from lightning_strategies_ext.replication.single_process import (
+from lightning_strategies_ext.replication.gathering import reduce_replicas
+from lightning_strategies_ext.replication.module import (
+    ReplicatedModule,
+    Scatter,
     check_replica_devices,
     check_scatter,
     check_single_process,
-    reduce_replicas,
 )
 from lightning_strategies_ext.torch_distributed import process_group
 
@@ -157,11 +158,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         """
         assert self.lightning_module is not None
         layer_sync = strategy_parts.layer_sync(self)
-        if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
-            raise ValueError(
-                f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers between processes, but"
-                " `strategy='dp_ext'` is one process. For batch normalization, use `Trainer(sync_batchnorm=True)`."
-            )
+        check_layer_sync(layer_sync, "between processes, but `strategy='dp_ext'` is one process", "")
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             step = getattr(self.lightning_module, name)
             if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):

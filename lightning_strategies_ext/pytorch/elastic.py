@@ -24,12 +24,14 @@ from lightning_strategies_ext.elastic.membership import Membership, peers_of
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
-from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, describe_step
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.pytorch.stopping import describe_step
 
 
 class ElasticStrategy(ParallelStrategy, ABC):
     """Base class of the elastic strategies of all engines; precedes the strategy that it makes elastic."""
 
+    _is_elastic = True
     _fit: ElasticFit | None
     _commit_every_n_steps: int
     _scale_learning_rate: bool
@@ -38,12 +40,6 @@ class ElasticStrategy(ParallelStrategy, ABC):
     @abstractmethod
     def membership(self) -> Membership:
         """Membership of this rank."""
-
-    @property
-    @override
-    def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` that would reduce the size of exchanges and support elastic training."""
-        return tuple(name for name in super().cheaper_compressions if name != "localsgd")
 
     @abstractmethod
     def apply_rank(self) -> None:
@@ -96,7 +92,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     def _follow_added_parameters(self) -> None:
         assert self.lightning_module is not None
-        tracker = self._parameter_tracker
+        tracker = self._stage_context.parameter_tracker
         assert tracker is not None
         added = tracker.find_added(self.model)
         if self.reduce_boolean_decision(bool(added), all=False):

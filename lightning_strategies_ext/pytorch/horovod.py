@@ -1,12 +1,11 @@
 """HorovodStrategy: data parallelism over Horovod, under ``horovodrun``, ``mpirun``, or started by ``fit`` itself.
 
-Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod replaces torch.distributed as the engine of
-the Trainer's collectives, the sampler's ranks, the agreement on a SIGTERM, the handling of failed ranks, and the
-synchronization of metrics. Horovod's ``join`` is not used: all ranks take part in all collectives.
+Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod replaces torch.distributed. Its ``join`` is
+not used: all ranks take part in all collectives.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,8 +22,8 @@ from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, barrier_name, check_not_interactive
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
@@ -45,9 +43,8 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks
+from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_layer_sync
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
@@ -98,6 +95,7 @@ class HorovodStrategy(ParallelStrategy):
     strategy_name = "horovod_ext"
     elastic_class = "horovod_elastic:HorovodElasticStrategy"
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -114,7 +112,7 @@ class HorovodStrategy(ParallelStrategy):
         uneven_inputs: UnevenInputs = "error",
         elastic: bool = False,
         commit_every_n_steps: int | None = None,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
+        hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
     ) -> None:
         self._options = HorovodExchangeOptions(
@@ -124,33 +122,23 @@ class HorovodStrategy(ParallelStrategy):
         check_flag("scale_learning_rate", scale_learning_rate)
         check_flag("broadcast_buffers", broadcast_buffers)
         check_mode(uneven_inputs)
-        if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
-            reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
-            raise ValueError(
-                f"`uneven_inputs='join'` averages gradients over the ranks that have data, which {reason} does not."
-                " Omit one of the two, or use `uneven_inputs='stop'`."
-            )
+        if uneven_inputs == "join":
+            self._options.check_can_join()
         runtime.check_installed()
-        cluster_environment = environment_of_child(None)
         launch = LaunchInfo.from_environment()
+        cluster_environment = None if launch is None else environment.HorovodEnvironment(launch)
         if launch is not None:
-            cluster_environment = environment.HorovodEnvironment(launch)
             launching.set_rank_zero_only_rank(launch.rank)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            hang_timeout=hang_timeout,
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, hang_timeout
         )
+        self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs
         self._has_work_before_step = broadcast_buffers
         self._are_buffers_stale = True
         self._deltas: AdasumExchange | None = None
-        self._metrics: MetricSync | None = None
-        self._batch_norm: SynchronizedBatchNorm | None = None
+        self._undo = ExitStack()  # what the stage has replaced: metrics and batch normalization
 
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
         check_is_not_elastic(type(self), elastic, self.elastic_class, commit_every_n_steps=commit_every_n_steps)
@@ -173,10 +161,7 @@ class HorovodStrategy(ParallelStrategy):
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        if isinstance(self.cluster_environment, environment.HorovodEnvironment):
-            launch = self.cluster_environment.launch
-            return max(1, launch.size // launch.local_size)
-        return 1
+        return environment.num_nodes(self.cluster_environment)
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
@@ -189,18 +174,6 @@ class HorovodStrategy(ParallelStrategy):
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
-
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        """False: the Trainer counts the batches, and gradients accumulate locally until it ends the window."""
-        return False
-
-    @property
-    @override
-    def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of ``compression`` that would reduce the size of exchanges."""
-        return ("fp16",) if self._options.compression == "none" else ()
 
     @override
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
@@ -216,33 +189,22 @@ class HorovodStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # The Trainer calls it after it has set devices and environment, before processes start.
         assert self.cluster_environment is not None
-        check_not_interactive(f"`strategy={self.strategy_name!r}`")
+        arguments.check_not_interactive(f"`strategy={self.strategy_name!r}`")
         environment.set_launch_size(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Rejects, before processes start, a ``fit`` that would fail.
+        """Rejects, before processes start, a ``fit`` that would fail, see :func:`.check_fit`.
 
         Raises:
-            MisconfigurationException: If a callback requires a single process.
-            ValueError: If a plugin synchronizes other layers than batch normalization, or batch normalization would be
-                synchronized between CPUs.
+            ValueError: If a plugin synchronizes other layers than batch normalization.
         """
         check_callbacks(trainer)
         layer_sync = strategy_parts.layer_sync(self)
-        if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
-            raise ValueError(
-                f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers over torch.distributed, which is"
-                " not initialized under Horovod. For batch normalization, use `Trainer(sync_batchnorm=True)` on GPUs."
-            )
+        check_layer_sync(layer_sync, "over torch.distributed, which is not initialized under Horovod", " on GPUs")
         module = self.lightning_module
-        if (
-            layer_sync is not None
-            and module is not None
-            and trainer is not None
-            and trainer.state.fn == TrainerFn.FITTING
-        ):
-            check_batch_norm(module, self.root_device)
+        if module is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_batch_norm(module, self.root_device, layer_sync)
 
     @override
     def setup_environment(self) -> None:
@@ -251,14 +213,13 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             RuntimeError: If this process has joined other ranks before, or Horovod does not support the device.
         """
-        assert self.accelerator is not None
-        self.accelerator.setup_device(self.root_device)
+        super().setup_environment()
         reset_seed()
         self._join()
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_world(self._join_group, leave, runtime.abort_collectives, CollectiveProgress())
+        self._enter_stage(self._join_group, leave, runtime.abort_collectives, CollectiveProgress())
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
@@ -266,6 +227,12 @@ class HorovodStrategy(ParallelStrategy):
         runtime.start(launch, self.root_device, self._options.process_set)
         launching.set_rank_zero_only_rank(self.global_rank)
         return runtime.store() if self.world_size > 1 else None
+
+    @override
+    def _engine(self) -> Collectives:
+        from lightning_strategies_ext.horovod.collectives import HorovodCollectives
+
+        return HorovodCollectives(lambda: self.root_device)
 
     # --- setup ---
 
@@ -279,14 +246,15 @@ class HorovodStrategy(ParallelStrategy):
             TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped an optimizer.
             ValueError: If training has no parameter that requires a gradient.
         """
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
         module = self.lightning_module
+        assert self.accelerator is not None
+        assert module is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if is_fitting and strategy_parts.layer_sync(self) is not None:
-            check_batch_norm(module, self.root_device)
-            self._batch_norm = SynchronizedBatchNorm(module)
+        layer_sync = strategy_parts.layer_sync(self)
+        if is_fitting and layer_sync is not None:
+            check_batch_norm(module, self.root_device, layer_sync)
+            self._undo.callback(SynchronizedBatchNorm(module).restore)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         check_same_model(self.collectives, module, self.root_device, is_trained=is_fitting)
@@ -301,17 +269,27 @@ class HorovodStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
-        self._metrics = MetricSync(lambda: self.collectives)
+        self._undo.callback(MetricSync(lambda: self.collectives).close)
         trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
+    @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         self._begin_exchange(trainer)
-        must_stop = self.reduce_boolean_decision(self._stage_context.was_stop_requested, all=False)
-        self._start_stop_agreement(trainer, is_requested=must_stop)
-        if self._stage_context.failure_monitor is not None:
-            self._stage_context.handle_stage_exits(is_job=True)
-        self._evaluate_together(trainer)
+        super()._begin_stage(trainer)
+
+    def _begin_exchange(self, trainer: "pl.Trainer") -> None:
+        assert self.lightning_module is not None
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._are_buffers_stale = True
+        if self._options.op == "adasum":
+            self._deltas = AdasumExchange(self.lightning_module, self._options)
+        else:
+            exchange = HorovodGradientExchange(self.lightning_module, self._options)
+            exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
+            self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
+        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
 
     @override
     def model_to_device(self) -> None:
@@ -331,9 +309,8 @@ class HorovodStrategy(ParallelStrategy):
 
     def _broadcast_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
         """Broadcasts the buffers of one rank, by default rank 0. Collective: all ranks call it."""
-        collectives = self.collectives
         if self._stage_context.local_collectives is None and self.lightning_module is not None:
-            collectives.broadcast_buffers(  # type: ignore[attr-defined]
+            self.collectives.broadcast_buffers(  # type: ignore[attr-defined]
                 self.lightning_module, self._options.process_set, src, is_known_to_match=is_known_to_match
             )
 
@@ -364,33 +341,18 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Waits for the exchange of gradients, unless the backward pass itself has waited.
-
-        Raises:
-            UnevenInputsError: If ranks have different numbers of batches, with ``uneven_inputs="error"``.
-        """
+        """Waits for the exchange of gradients, unless the backward pass itself has waited."""
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.after_backward()
         elif self._stage_context.gradient_exchange is not None:
             self._stage_context.gradient_exchange.finish()
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Steps the optimizer; with Adasum, combines the steps of all ranks.
-
-        Returns:
-            Result of the optimizer's ``step``.
-        """
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps the optimizer, and returns its result; with Adasum, combines the steps of all ranks."""
         if self._deltas is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        with self._deltas.around_step(parameters):
+        with self._deltas.around_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # --- collectives ---
@@ -399,32 +361,17 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
 
-        Args:
-            result: The tensor. This method overrides the inherited one to keep this name of Lightning 1.
-            group: Process set; all ranks if None.
-            sync_grads: Whether gradients flow back through the result to every rank's input.
+        The first argument has the name that it had in Lightning 1.
         """
         return super().all_gather(result, group, sync_grads)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits until all ranks have called it; in ``Trainer.save_checkpoint``, broadcasts the buffers of rank 0.
-
-        Args:
-            *args: Positional arguments of :meth:`.ParallelStrategy.barrier`.
-            **kwargs: Keyword arguments of :meth:`.ParallelStrategy.barrier`.
-        """
+        """Waits until all ranks have called it; in ``Trainer.save_checkpoint``, broadcasts the buffers of rank 0."""
         super().barrier(*args, **kwargs)
         # Not in `save_checkpoint`, which a single rank may call.
-        if barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
+        if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._broadcast_buffers(is_known_to_match=False)
-
-    @property
-    @override
-    def _parameter_tracker(self) -> HorovodGradientExchange | None:
-        exchange = self._stage_context.gradient_exchange
-        assert exchange is None or isinstance(exchange, HorovodGradientExchange)
-        return exchange
 
     # --- teardown ---
 
@@ -435,35 +382,13 @@ class HorovodStrategy(ParallelStrategy):
         Horovod remains initialized for the next stage and is shut down when the interpreter exits.
         """
         self._stage_context.leave()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._batch_norm is not None:
-            self._batch_norm.restore()
-        self._deltas = self._metrics = self._batch_norm = None
+        self._undo.close()
+        self._deltas = None
         super().teardown()
 
     @override
-    def _engine(self) -> Collectives:
-        from lightning_strategies_ext.horovod.collectives import HorovodCollectives
-
-        return HorovodCollectives(lambda: self.root_device)
-
-    def _begin_exchange(self, trainer: "pl.Trainer") -> None:
-        assert self.lightning_module is not None
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        self._are_buffers_stale = True
-        if self._options.op == "adasum":
-            self._deltas = AdasumExchange(self.lightning_module, self._options)
-        else:
-            exchange = HorovodGradientExchange(self.lightning_module, self._options)
-            exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
-            self._stage_context.gradient_exchange = exchange
-        self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))
-
-    @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_deltas": None, "_metrics": None, "_batch_norm": None}
+        return {**super().__getstate__(), "_deltas": None, "_undo": ExitStack()}
 
 
 def legacy_horovod(**kwargs: Any) -> HorovodStrategy:

@@ -23,6 +23,12 @@ class ManualOptimization(Feature):
         self._module = module
         self._model: DistributedDataParallel | None = None
 
+    @staticmethod
+    def create(module: "pl.LightningModule | None", model: DistributedDataParallel) -> "ManualOptimization":
+        """Returns the feature for a LightningModule whose model is in DDP."""
+        assert module is not None
+        return (StaticGraph if model.static_graph else ManualOptimization)(module)
+
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
         self._model = model

@@ -256,8 +256,8 @@ class CommunicationMonitor(Callback):
     def _end_recording(self) -> None:
         session, self._session = self._session, None
         undo, self._undo = self._undo, None
-        for each in undo or ():
-            each()
+        for revert in undo or ():
+            revert()
         if session is not None:
             with suppress(Exception):  # if an error is the reason to leave, it has been logged
                 session.abandon()

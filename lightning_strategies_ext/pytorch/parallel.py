@@ -1,17 +1,13 @@
 """ParallelStrategy: base class of the Trainer's multi-process strategies.
 
-It implements ranks, collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the
-processes and exchange the gradients. Only the property ``collectives`` depends on the engine, by default
-torch.distributed.
+It implements collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the processes
+and exchange the gradients. Only the property ``collectives`` depends on the engine, by default torch.distributed.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
-from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,54 +15,32 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import Self, override
 
-from lightning_strategies_ext._lightning import (
-    samplers,
-    trainer_data,
-    trainer_signals,
-    trainer_stages,
-    user_modules,
-)
+from lightning_strategies_ext import arguments
+from lightning_strategies_ext._lightning import samplers, trainer_data, trainer_signals, trainer_stages, user_modules
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import (
-    DEFAULT_HANG_TIMEOUT,
-    barrier_name,
-    check_devices,
-    check_hang_timeout,
-    check_no_old_names,
-    check_plugins,
-)
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
+from lightning_strategies_ext.elastic.arguments import elastic_class_of
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
-from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
+from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
+from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
-from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
+from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
-from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsController
+from lightning_strategies_ext.torch_distributed.features import Features
 
 T = TypeVar("T")
-
-
-class ParameterTracker(Protocol):
-    """Part of a gradient exchange that tracks its parameters."""
-
-    def find_added(self, model: Any) -> Sequence[Tensor]:
-        """Returns the parameters of a model that were added to it, or have replaced others."""
-
-    def follow_added(self, model: Any) -> None:
-        """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
-
 
 #: Exceptions that end the stage on all ranks and are not failures.
 _NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
@@ -104,6 +78,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
                 self.model.to(self.root_device)
     """
 
+    @arguments.rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -111,13 +86,13 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
+        hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
     ) -> None:
-        self._hang_timeout_s = check_hang_timeout(hang_timeout)
-        check_plugins(accelerator, cluster_environment, checkpoint_io)
+        self._hang_timeout_s = arguments.check_hang_timeout(hang_timeout)
+        arguments.check_plugins(accelerator, cluster_environment, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
-        check_devices(parallel_devices)
+        arguments.check_devices(parallel_devices)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -126,31 +101,29 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             precision_plugin=precision_plugin,
         )
         self._stage_context = StageContext(self._engine)
+        self._features = Features()  # of the gradient exchange
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Creates an object of the class; with ``elastic=True``, of its elastic subclass, if it has one.
+        """Creates an object of the class; with ``elastic=True``, of its elastic class, if it has one.
 
-        Only this base class has a ``__new__``, because LightningCLI reads the arguments of a class from the class's own
-        ``__new__``.
+        Only this base class has a ``__new__``: LightningCLI reads a class's arguments from its own ``__new__``.
         """
-        check_no_old_names(cls, kwargs)
-        target = vars(cls).get("elastic_class")
-        if target is not None and kwargs.get("elastic") is True:
-            module, _, name = target.partition(":")
-            cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)
-        return super().__new__(cls)
+        return super().__new__(elastic_class_of(cls) if kwargs.get("elastic") is True else cls)
 
+    #: Context of this process if the strategy has started it as a worker; its stage ends with :meth:`end_stage`.
+    _worker: WorkerContext | None = None
+    #: Whether ranks may change during ``fit``.
+    _is_elastic = False
+    #: Values of the argument ``compression``, if there is one, that would reduce the size of exchanges.
+    cheaper_compressions: tuple[str, ...] = ()
     checkpoint_io = atomic_checkpoint_io
-
     register_strategies = register_strategies
     __repr__ = describe
-
-    @property
-    @abstractmethod
-    @override
-    def root_device(self) -> torch.device:
-        """Device of this rank."""
+    part_of_store = arguments.RenamedAttribute("prefix_store")
+    has_met = arguments.RenamedAttribute("has_joined")
+    note_failure = arguments.RenamedAttribute("announce_failure")
+    explained = arguments.RenamedAttribute("explain_exception")
 
     @property
     def collectives(self) -> Collectives:
@@ -160,12 +133,6 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         :class:`.LocalCollectives`.
         """
         return self._stage_context.collectives
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        """Whether this process has global rank 0."""
-        return bool(self.global_rank == 0)
 
     @property
     @override
@@ -179,14 +146,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self.lightning_module is None:
             return dataloader  # no stage is running
         trainer = self.lightning_module.trainer
-
-        def share(sampler: Any) -> SharedOrder:
-            order = SharedOrder(sampler, self.broadcast, trainer.current_epoch)
-            if trainer.predicting:
-                order.reset()  # a rank without samples does not iterate
-            return order
-
-        samplers.share_orders(dataloader, share)
+        # A rank without samples does not iterate in `predict`.
+        settings = self.broadcast, trainer.current_epoch, trainer.predicting
+        samplers.share_orders(dataloader, lambda sampler: SharedOrder(sampler, *settings))
         return dataloader
 
     @property
@@ -204,12 +166,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @property
     def num_bytes_exchanged(self) -> int | None:
         """Bytes that this rank has passed to exchanges so far; None if exchanges transfer whole gradients."""
-        return None
-
-    @property
-    def cheaper_compressions(self) -> tuple[str, ...]:
-        """Values of the argument ``compression``, if there is one, that would reduce the size of exchanges."""
-        return ()
+        return self._features.num_bytes_exchanged
 
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Sets the observer that is notified of exchanges that the strategy itself performs; None for no observer."""
@@ -259,17 +216,6 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
 
         In a training step, ranks that have run out of batches do not contribute (``uneven_inputs="join"``).
-
-        Args:
-            tensor: Tensor of any shape and dtype, which are equal on all ranks. Other objects are returned unchanged.
-            group: Group of ranks; all ranks if None.
-            reduce_op: "mean" or "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
-
-        Returns:
-            The reduced tensor. The input may have been overwritten with it.
-
-        Raises:
-            ValueError: If ``reduce_op`` is unknown.
         """
         inputs = self._stage_context.uneven_inputs
         if (
@@ -282,34 +228,18 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
-
-        Args:
-            tensor: Tensor of shape ``(...)``, equal on all ranks.
-            group: Group of ranks; all ranks if None.
-            sync_grads: Whether gradients flow back through the result to every rank's input.
-        """
+        """Gathers one tensor per rank, see :meth:`.Collectives.all_gather`."""
         return self._active_collectives.all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Returns the picklable object of rank ``src`` on every rank; small objects take one round trip.
-
-        Raises:
-            ValueError: If there is no rank ``src``.
-            RuntimeError: On every rank, if the object cannot be pickled.
-        """
+        """Returns the object of rank ``src`` on every rank, see :meth:`.Collectives.broadcast`."""
         return self._active_collectives.broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits until all ranks have called it.
-
-        Args:
-            *args: Name of the barrier, for the error if it fails; further arguments are ignored.
-            **kwargs: ``name``, an alternative to the first argument; others are ignored.
-        """
-        self._active_collectives.barrier(barrier_name(*args, **kwargs))
+        """Waits until all ranks have called it. An optional name is shown in the error if it fails."""
+        self._active_collectives.barrier(arguments.barrier_name(*args, **kwargs))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -318,29 +248,22 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         It uses ``reduce`` if a subclass overrides that and not ``collectives``, as in Lightning's base class.
         """
         own = type(self)
-        overrides_reduce_only = (
-            own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
-        )
-        if overrides_reduce_only and self._stage_context.local_collectives is None:
+        has_own_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
+        if has_own_reduce and self._stage_context.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._active_collectives.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
 
     def request_interrupt(self) -> None:
-        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler.
-
-        Raises:
-            KeyboardInterrupt: If no stage is running.
-        """
+        """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler."""
         self._stage_context.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
-        """Announces to the other ranks that this rank has failed. Called before any ``on_exception`` hook.
+        """Announces to the other ranks that this rank has failed, unless all ranks stop. Called before any callback.
 
         Until the next stage, the collectives of this rank are local: no other rank takes part, and a callback that
-        saves a checkpoint would wait in a barrier indefinitely. An agreed SIGTERM is not a failure, and neither is the
-        exception with which the Tuner ends a trial.
+        saves a checkpoint would wait in a barrier indefinitely.
         """
         if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
@@ -350,13 +273,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._stage_context.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Terminates the other ranks of this host after this rank has failed, so that no rank waits for it.
+        """Terminates the other ranks of this host after this rank has failed; a no-op without other ranks.
 
-        Ranks may exit by themselves within a few seconds; the rest are killed and ``trace`` is shown. Without other
-        ranks, it is a no-op.
-
-        Args:
-            trace: Traceback of this rank's failure, as returned by ``traceback.format_exc()``.
+        Ranks may exit by themselves within a few seconds; the rest are killed, and ``trace``, the traceback of this
+        rank's failure, is shown.
         """
         if self._stage_context.failure_monitor is not None:
             self._stage_context.failure_monitor.fail_and_kill_local_peers(trace)
@@ -370,7 +290,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def teardown(self) -> None:
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
-        self._stage_context.leave(is_over=self._ends_with_teardown)
+        self._features.close()
+        self._stage_context.leave(is_over=self._worker is None)
         self._stage_context.release_sigterm()
         if self.cluster_environment is not None:
             tear_down(self.cluster_environment)
@@ -382,22 +303,16 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def enter_worker(self, context: WorkerContext) -> None:
+        """Stores the context of this worker process; called before all other methods."""
+        self._worker = context
+
     def end_stage(self) -> None:
         """Ends the stage in a worker, after :meth:`teardown` and the hooks that follow it."""
         if self._stage_context.failure_monitor is not None:
             self._stage_context.failure_monitor.finish_stage()
 
-    @property
-    def _parameter_tracker(self) -> ParameterTracker | None:
-        """Part that tracks the parameters whose gradients are exchanged; None if nothing is exchanged."""
-        return None
-
     # --- stage context ---
-
-    @property
-    def _ends_with_teardown(self) -> bool:
-        """Whether the stage of this process ends with the teardown; in a worker it ends with :meth:`end_stage`."""
-        return True
 
     @property
     def has_joined(self) -> bool:
@@ -416,90 +331,46 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def _fail(self, exception: BaseException) -> None:
         self._stage_context.mark_failed(exception, self.global_rank, self.world_size)
 
-    def _enter_world(
+    def _enter_stage(
         self,
         join: Callable[[], Store | None],
         leave: Callable[[], None] | None,
         abort: Callable[[Sequence[Peer]], None],
         progress: CollectiveProgress,
     ) -> None:
-        """Joins the other ranks for a stage. Collective: all ranks call it.
+        """Joins the other ranks, and makes all ranks exit when one fails or does not start. Collective.
 
-        Args:
-            join: Callable that joins the group of all ranks unless this process has joined it, and returns the store of
-                the ranks, or None for a single rank.
-            leave: Callable that leaves the group of an earlier stage, which may be broken; None without such a group.
-            abort: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
-            progress: Progress of this rank's collectives.
+        ``join`` joins the group of all ranks unless this process has joined it, and returns their store, or None for a
+        single rank. ``leave`` leaves the group of an earlier stage, which may be broken; None without such a group.
+        ``abort`` makes this rank's pending collectives with the given peers raise, if the backend can.
         """
-        store = join()
-        self._stage_context = StageContext(
-            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context
-        )
+        store, ranks = join(), (self.global_rank, self.world_size)
+        context = self._stage_context = StageContext(self._engine, *ranks, store, previous=self._stage_context)
         if store is not None:
-            self._start_failure_monitor(abort, progress)
-        if leave is not None and not self._is_group_intact():
+            context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
+            install_excepthook(announce_uncaught)
+        if leave is not None and not context.is_group_intact():
             leave()
-            self._enter_world(join, None, abort, progress)
+            self._enter_stage(join, None, abort, progress)
 
-    def _is_group_intact(self) -> bool:
-        """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
-
-        A failure that ends a stage breaks the group, and the script may catch the exception on all ranks.
-
-        Raises:
-            Exception: If the collective fails because another rank has failed in this stage.
-        """
-        try:
-            self.collectives.reduce_boolean_decision(True)
-        except Exception as exception:
-            monitor = self._stage_context.failure_monitor
-            if not is_collective_error(exception) or (
-                monitor is not None and monitor.wait_for_failure(REMOTE_REASON_TIMEOUT_S) is not None
-            ):
-                raise
-            return False
-        return True
-
-    def _start_failure_monitor(self, abort: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
-        """Makes all ranks exit when one fails or does not start. Collective: all ranks call it on entering a stage."""
-        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
-        install_excepthook(announce_uncaught)
-
-    def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
-        """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it."""
-        if self._stage_context.failure_monitor is not None:
-            self._stage_context.failure_monitor.set_step_source(
-                partial(describe_step, trainer), trainer.default_root_dir
-            )
-        confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
-        requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._stage_context.request_requeue())
-        release = partial(trainer_signals.release_sigterm, trainer)
-        self._stage_context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
-
-    def _evaluate_together(self, trainer: "pl.Trainer") -> None:
-        """Makes ranks without batches run the hooks of an evaluation. Collective: all ranks call it."""
-        if self._stage_context.size == 1:
-            return
-        stack = self._stage_context.evaluation = ExitStack()
-        stack.callback(trainer_data.evaluate_without_data(trainer, self._decide_any))
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            stack.callback(trainer_data.predict_with_few_samples(trainer))
-
-    def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
-        """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
-
-        Args:
-            trainer: The Trainer.
-            mode: Reaction to uneven inputs.
-            device: Device of the small tensors that ranks exchange for it.
-        """
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
+        """Starts the agreements of a stage. Collective: all ranks call it."""
         context = self._stage_context
+        self._start_stop_agreement(trainer)
+        if context.failure_monitor is not None:
+            context.handle_stage_exits(is_job=self._worker is None)
         if context.size > 1:
-            ranks = context.rank, context.size
-            context.uneven_inputs = UnevenInputsController(
-                mode, trainer, context.collectives, context.gradient_exchange, *ranks, device
-            )
+            context.evaluation = trainer_data.evaluate_together(trainer, self._decide_any)
+
+    def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool | None = None) -> None:
+        """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it.
+
+        By default, the stop is requested if any rank has received a SIGTERM after the last step of the previous stage.
+        """
+        if is_requested is None:
+            is_requested = self._decide_any(self._stage_context.was_stop_requested)
+        hooks = self._on_sigterm, lambda: self._stage_context.request_requeue(), self._before_train_step
+        start_stop_agreement(self._stage_context, trainer, *hooks, is_requested=is_requested)
 
     def _on_sigterm(self) -> None:
         self._stage_context.request_stop()
@@ -511,6 +382,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             assert self.lightning_module is not None
             if not trainer_signals.is_accumulating(self.lightning_module.trainer):
                 self._stage_context.requeue()
+        for before_step in self._features.before_step:
+            before_step()
 
     def _before_evaluation_step(self) -> None:
         if self._stage_context.has_decision_before_evaluation_step():
@@ -523,21 +396,4 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        # The stage context belongs to this process: a worker creates another one.
-        state.pop("_stage_context")
-        return {**state, "was_asked_to_stop": self._stage_context.was_stop_requested, "_observer": None}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        was_asked_to_stop = state.pop("was_asked_to_stop", False)
-        super().__setstate__(state)
-        self._stage_context = StageContext(self._engine)
-        self._stage_context.was_stop_requested = was_asked_to_stop
-
-
-def describe_step(trainer: "pl.Trainer") -> str:
-    """Returns the stage and step of a Trainer, for messages. Other threads than the training thread may call it."""
-    stage = trainer.state.stage
-    name = "the setup of the stage" if stage is None else stage.value.replace("_", " ")
-    return f"{name}, epoch {trainer.current_epoch}, step {trainer.global_step}"
+        return {**super().__getstate__(), "_observer": None}

@@ -1,41 +1,40 @@
-"""Merging of results: outputs of replicas for their parts of a batch become the output for the whole batch.
+"""Gathers the outputs of replicas for their parts of a batch into one output for the whole batch.
 
 Tensors and arrays are concatenated along their first dimension, and floating-point numbers are averaged over the
-samples. Integers become one entry per replica, because nothing indicates whether to add them. See ``gather``.
+samples. Integers become one entry per replica, because nothing indicates whether to add them. See :func:`gather`.
 
 Limitations: A floating-point number that is not a mean over the samples (a sum, a maximum) is averaged like a mean,
-unless autograd has recorded the reduction (``denominator_of``). Tensors are not padded. Tensors inside objects that are
-not collections are not moved. A list of values for the whole batch cannot be distinguished from a list with one entry
-per sample if both fit.
+unless autograd has recorded the reduction (:func:`denominator_of`). Tensors are not padded. Tensors inside objects that
+are not collections are not moved. A list of values for the whole batch cannot be distinguished from a list with one
+entry per sample if both fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_strategies_ext.nested import MAPPINGS, class_identity, is_collection, labels_of, parts_of, rebuild
-from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
-from lightning_strategies_ext.replication.splitting import is_array
+from lightning_strategies_ext.replication.splitting import LIBRARY_ADVICE, is_array
 
 #: Result of :func:`denominator_of` for a sum.
 SUM = "sum"
 #: Reductions of torch's losses, by the number that autograd saves.
-_REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
-FLAGS = (bool, np.bool_)
-FRACTIONS = (float, complex, np.inexact)
-NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
+_LOSS_REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
+INEXACT_NUMBERS = (float, complex, np.inexact)
+NUMBERS = (int, np.integer, np.bool_, *INEXACT_NUMBERS)  # bool is an int
 
 
 def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
-    Floating-point numbers, also as 0-dim tensors, become the result of ``value_of_batch``. Integers and bools become a
-    tensor with one entry per replica, but equal bools stay a bool. Other tensors and arrays are concatenated. Tuples,
-    mappings, dataclasses, and lists of values for all samples of a replica are gathered part by part. Lists with one
+    Floating-point numbers, also as 0-dim tensors, become the result of :func:`value_of_batch`. Integers and bools
+    become a tensor with one entry per replica, but equal bools stay a bool. Other tensors and arrays are concatenated.
+    Tuples, mappings, dataclasses, and lists of values with a row per sample are gathered part by part. Lists with one
     entry per sample are concatenated. For other objects, the result is the first if all are equal, else a list of them.
 
     Args:
@@ -48,18 +47,24 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
         ValueError: If the values differ in type or structure, or shapes differ in more than the first dimension.
     """
     first = values[0]
-    if any(value is None for value in values):
-        return gather_none(values, name)
+    is_none = [value is None for value in values]
+    if any(is_none):
+        if all(is_none):
+            return None
+        raise ValueError(
+            f"`{name}` cannot be gathered: it is None in replica {is_none.index(True)}, but not in replica"
+            f" {is_none.index(False)}. Use a value in all replicas, or None in all. {LIBRARY_ADVICE}"
+        )
     if any(isinstance(value, torch.Tensor) for value in values):
         return gather_tensors(values, sizes, device, name)
     if any(isinstance(value, np.ndarray) for value in values):
         return gather_arrays(values, sizes, device, name)
-    if all(isinstance(value, FLAGS) and value == first for value in values):
+    if all(isinstance(value, (bool, np.bool_)) and value == first for value in values):
         return first
     if all(isinstance(value, NUMBERS) for value in values):
-        if any(isinstance(value, FRACTIONS) for value in values):
+        if any(isinstance(value, INEXACT_NUMBERS) for value in values):
             return weighted_mean(values, sizes, device)
-        return torch.tensor(list(map(as_python, values)), device=device)
+        return torch.tensor(list(map(to_python_number, values)), device=device)
     if any(isinstance(value, PackedSequence) for value in values):
         raise ValueError(
             f"`{name}` is a PackedSequence, which cannot be gathered. Return the padded tensor and the lengths: "
@@ -67,10 +72,10 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
         )
     if any(map(is_collection, values)):
         check_types(values, name)
-        if isinstance(first, list) and has_entry_per_sample(values, sizes):
-            return [moved(entry, device) for value in values for entry in value]
+        if isinstance(first, list) and are_lists_of_samples(values, sizes):
+            return [move_tensors(entry, device) for value in values for entry in value]
         return gather_parts(values, sizes, device, name)
-    return first if all(is_same(value, first) for value in values) else list(values)
+    return first if all(is_equal_object(value, first) for value in values) else list(values)
 
 
 def denominator_of(value: Any) -> Any:
@@ -97,7 +102,7 @@ def denominator_of(value: Any) -> Any:
             if divided_by is not None or summed is None or summed.name() != "SumBackward0" or node._saved_other.ndim:
                 return None
             return node._saved_other.item() if node._saved_other.is_cpu else node._saved_other
-        reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", None))
+        reduction = _LOSS_REDUCTIONS.get(getattr(node, "_saved_reduction", None))
         if reduction is None or reduction == SUM:
             return reduction
         if hasattr(node, "_saved_total_weight"):
@@ -158,8 +163,8 @@ def weighted_mean(
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
         if all(value == first for value, _ in terms):
-            return as_python(first) * 1.0  # type: ignore[no-any-return]
-        return sum(as_python(value) * count for value, count in terms) / total  # type: ignore[no-any-return]
+            return to_python_number(first) * 1.0  # type: ignore[no-any-return]
+        return sum(to_python_number(value) * count for value, count in terms) / total  # type: ignore[no-any-return]
     if all(value is values[0] for value in values):
         return tensors[0].to(device)
 
@@ -175,19 +180,38 @@ def weighted_mean(
     return summed.to(dtype)
 
 
-def gather_none(values: Sequence[Any], name: str) -> None:
-    """Checks that all values are None.
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()).mean()
+
+
+#: Function for each ``reduce_op``.
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": _mean,
+    "avg": _mean,
+    "sum": torch.sum,
+    "min": torch.min,
+    "max": torch.max,
+    "product": torch.prod,
+}
+
+
+def reduce_replicas(collection: Any, reduce_op: Any) -> Any:
+    """Reduces each tensor of a collection, as gathered from replicas, over all of its entries.
+
+    Args:
+        collection: Tensor, or collection of tensors; other entries are unchanged.
+        reduce_op: Reduction, "mean", "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
+
+    Returns:
+        The collection with 0-dim tensors. The mean of integers is a float.
 
     Raises:
-        ValueError: If only some values are None.
+        ValueError: If ``reduce_op`` is unknown.
     """
-    is_none = [value is None for value in values]
-    if not all(is_none):
-        raise ValueError(
-            f"`{name}` cannot be gathered: replica {is_none.index(True)} returned None and replica "
-            f"{is_none.index(False)} did not. Return a value from each, or None from all."
-            f" {IF_OF_A_LIBRARY}"
-        )
+    name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+    if name not in _REDUCTIONS:
+        raise ValueError(f"`reduce_op={reduce_op!r}` is unknown. Use one of {', '.join(_REDUCTIONS)}.")
+    return apply_to_collection(collection, torch.Tensor, _REDUCTIONS[name])
 
 
 def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
@@ -203,7 +227,7 @@ def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.de
         check_shapes(shapes, name)
         tensors = [value.to(device) for value in values]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    if any(is_fraction(value) for value in values):
+    if any(is_inexact(value) for value in values):
         return value_of_batch(values, list(map(denominator_of, values)), sizes, device)
     return torch.stack([torch.as_tensor(value, device=device) for value in values])
 
@@ -228,35 +252,35 @@ def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.devi
     first = values[0]
     labels = labels_of(first)
     if isinstance(first, MAPPINGS):  # the order of keys may differ
-        check_labels(labels, [labels_of(value) for value in values], name, "the keys", any_order=True)
+        check_labels(labels, [labels_of(value) for value in values], name, "keys", any_order=True)
         columns = [[value[key] for value in values] for key in first]
     else:
-        check_labels(labels, [labels_of(value) for value in values], name, "the parts")
+        check_labels(labels, [labels_of(value) for value in values], name, "parts")
         columns = [list(column) for column in zip(*map(parts_of, values), strict=True)]
     parts = [gather(column, sizes, device, name + label) for label, column in zip(labels, columns, strict=True)]
     return rebuild(first, parts)
 
 
-def has_entry_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+def are_lists_of_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
     """Returns whether lists have one entry per sample, and are concatenated instead of gathered part by part."""
     lengths = list(map(len, lists))
     if len(set(lengths)) > 1:
         return True
-    return lengths == list(sizes) and not are_for_all_samples(lists, sizes)
+    return lengths == list(sizes) and not have_rows_per_sample(lists, sizes)
 
 
-def are_for_all_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Returns whether each entry of the lists is a value for all samples of a replica: ``[predictions, loss]``."""
+def have_rows_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Returns whether entries have a row per sample, as in ``[predictions, loss]``, where the number is ignored."""
     has_rows = False
     for column in zip(*lists, strict=True):
-        answers = [is_for_all_samples(value, size) for value, size in zip(column, sizes, strict=True)]
+        answers = [has_row_per_sample(value, size) for value, size in zip(column, sizes, strict=True)]
         if False in answers:
             return False
         has_rows = has_rows or all(answers)
     return has_rows
 
 
-def is_for_all_samples(value: Any, size: int) -> bool | None:
+def has_row_per_sample(value: Any, size: int) -> bool | None:
     """Returns whether a value has a row for each sample of a replica; None if this is unknown."""
     if is_array(value):
         return value.shape[0] == size if value.ndim else None
@@ -264,51 +288,51 @@ def is_for_all_samples(value: Any, size: int) -> bool | None:
         return None
     if not is_collection(value):
         return False
-    answers = [is_for_all_samples(part, size) for part in parts_of(value)]
+    answers = [has_row_per_sample(part, size) for part in parts_of(value)]
     if False in answers:
+        # A list may have one entry per sample, even if the entries have no rows.
         return None if isinstance(value, list) and len(value) == size else False
     return True if True in answers else None
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_tensors(value: Any, device: torch.device) -> Any:
     """Returns the value with its tensors on the device; the value itself if they all are on the device."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return value.to(device)  # type: ignore[arg-type]
     if not is_collection(value):
         return value
     parts = parts_of(value)
-    moved_parts = [moved(part, device) for part in parts]
-    return value if all(map(is_, parts, moved_parts)) else rebuild(value, moved_parts)
+    moved = [move_tensors(part, device) for part in parts]
+    return value if all(map(is_, parts, moved)) else rebuild(value, moved)
 
 
-def is_same(value: Any, other: Any) -> bool:
-    """Returns whether both are the same object, or ``value == other`` is True."""
+def is_equal_object(value: Any, other: Any) -> bool:
+    """Returns whether two objects are the same object, or ``value == other`` is True."""
     try:
         return value is other or (value == other) is True
     except Exception:  # user-defined comparisons may raise
         return False
 
 
-def is_fraction(value: Any) -> bool:
+def is_inexact(value: Any) -> bool:
     """Returns whether a number or tensor is floating-point or complex."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
-    return isinstance(value, FRACTIONS)
+    return isinstance(value, INEXACT_NUMBERS)
 
 
-def as_python(number: Any) -> Any:
+def to_python_number(number: Any) -> Any:
     """Converts a NumPy number to a Python number."""
     return number.item() if isinstance(number, np.generic) else number
 
 
 def check_types(values: Sequence[Any], name: str) -> None:
     """Raises ValueError if the values have different types."""
-    kinds = [type(value).__name__ for value in values]
     for i, value in enumerate(values):
         if class_identity(type(value)) != class_identity(type(values[0])):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type"
-                f" {kinds[0]}. Return the same type for all samples. {IF_OF_A_LIBRARY}"
+                f"`{name}` cannot be gathered: it is of type {type(value).__name__} in replica {i}, but of type"
+                f" {type(values[0]).__name__} in replica 0. Use the same type for all samples. {LIBRARY_ADVICE}"
             )
 
 
@@ -317,20 +341,19 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], name: str) -> None:
     for i, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:] or len(shape) != len(shapes[0]):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned the shape {shape} and replica 0 {shapes[0]},"
-                " which differ in more than the first dimension. Pad to one length or return a list with one entry"
-                f" per sample. {IF_OF_A_LIBRARY}"
+                f"`{name}` cannot be gathered: its shape is {shape} in replica {i}, but {shapes[0]} in replica 0. Only"
+                " the first dimension may differ. Pad to one length, or use a list with one entry per sample."
+                f" {LIBRARY_ADVICE}"
             )
 
 
 def check_labels(
-    labels: list[str], of_replicas: list[list[str]], name: str, what: str, any_order: bool = False
+    labels: list[str], labels_of_replicas: list[list[str]], name: str, kind: str, any_order: bool = False
 ) -> None:
     """Raises ValueError if the replicas' collections have different keys or parts."""
-    for i, others in enumerate(of_replicas):
+    for i, others in enumerate(labels_of_replicas):
         if (sorted(others) != sorted(labels)) if any_order else (others != labels):
             raise ValueError(
-                f"`{name}` cannot be gathered: replica {i} returned {what} {', '.join(others) or 'of nothing'} and"
-                f" replica 0 {', '.join(labels) or 'of nothing'}. Return the same {what} for all samples."
-                f" {IF_OF_A_LIBRARY}"
+                f"`{name}` cannot be gathered: its {kind} are {', '.join(others) or 'none'} in replica {i}, but"
+                f" {', '.join(labels) or 'none'} in replica 0. Use the same {kind} for all samples. {LIBRARY_ADVICE}"
             )

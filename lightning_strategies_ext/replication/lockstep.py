@@ -10,7 +10,7 @@ operations, and of draws from the process's random generator, is therefore deter
 never synchronize all run on the caller's thread, because each thread that computes on the CPU has its own OpenMP
 threads, which compete for cores.
 
-Limitations: A function that runs on a thread cannot be interrupted. The caller waits for it, also after Ctrl-C.
+Limitations: A function that runs on a thread cannot be interrupted. The caller waits for its end, also after Ctrl-C.
 """
 
 import threading
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 _POLL_S = 0.05
-_END_S = 1.0
+_JOIN_TIMEOUT_S = 1.0
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RunFunction:
 
 @dataclass
 class Returned:
-    """Message from a thread: its function returned. Message to a thread in :meth:`Participant.run_once`: the result."""
+    """Message from a thread: its function returned. Message to a thread that waits for an action: the result."""
 
     value: Any
 
@@ -51,12 +51,12 @@ class OnceRequest:
 
     Attributes:
         name: Name of the action, equal in all functions.
-        act: Action; its argument is the list of payloads of all functions, in order of index.
+        action: Action; its argument is the list of payloads of all functions, in order of index.
         payload: Payload of this function.
     """
 
     name: str
-    act: Callable[[list[Any]], Any]
+    action: Callable[[list[Any]], Any]
     payload: Any
 
 
@@ -64,8 +64,12 @@ class StopThread:
     """Message to a thread: exit."""
 
 
+#: Messages from a thread.
+Event: TypeAlias = Returned | Raised | OnceRequest
+
+
 class AbortedError(BaseException):
-    """Unwinds a function after another has failed. Not an ``Exception``, so that user code does not catch it."""
+    """Unwinds a function after another function has failed. No ``Exception``, so that user code does not catch it."""
 
 
 class Participant:
@@ -83,35 +87,36 @@ class Participant:
         self._lockstep = lockstep
         self._thread_id: int | None = None
         self._inbox: SimpleQueue[Any] = SimpleQueue()
-        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[Event] = SimpleQueue()
 
-    def run_once(self, name: str, act: Callable[[list[Any]], Any], payload: Any = None) -> Any:
-        """Waits for the other functions, and returns the result of ``act``. The function calls it, on its thread.
+    def run_once(self, name: str, action: Callable[[list[Any]], Any], payload: Any = None) -> Any:
+        """Waits for the other functions, and returns the result of an action. Called by this function, on its thread.
 
         Args:
             name: Name of the action, equal in all functions.
-            act: Action; its argument is the list of payloads of all functions, in order of index.
+            action: Action; its argument is the list of payloads of all functions, in order of index.
             payload: Payload of this function.
 
         Raises:
-            RuntimeError: If another thread calls it, or the function has returned.
-            Exception: If ``act`` raised it.
+            RuntimeError: If another thread calls this method, or the function has returned.
+            Exception: If the action raised it.
         """
         if self._lockstep.is_run_by_caller(self.index):
-            return self._lockstep.coordinate(OnceRequest(name, act, payload), self.index)
+            return self._lockstep.coordinate(OnceRequest(name, action, payload), self.index)
         if threading.get_ident() != self._thread_id:
             raise RuntimeError(
                 f"{name} was requested by a replica outside of its step, as in the recomputation of a checkpointed"
                 " activation or in a hook that runs in the backward pass. Replicas can synchronize only within their"
-                " step. Exclude it from checkpointing and from such hooks, or use `strategy='ddp_ext'`."
+                " step. Exclude the operation from checkpointing and from such hooks, or use `strategy='ddp_ext'`."
             )
         self.is_waiting = True
         try:
-            self._report(OnceRequest(name, act, payload))
+            self._send(OnceRequest(name, action, payload))
+            # The action may run a function on each thread that waits for it, see `Lockstep.run_nested`.
             while isinstance(message := self._inbox.get(), RunFunction):
-                outcome = _outcome(message.function)
-                self.is_waiting = True  # again: the function may have synchronized, too
-                self._report(outcome)
+                event = _call(message.function)
+                self.is_waiting = True  # the nested function has reset it if it has synchronized, too
+                self._send(event)
         finally:
             self.is_waiting = False
         if isinstance(message, Raised):
@@ -123,7 +128,7 @@ class Participant:
         self.is_running = True
         self._inbox.put(message)
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def next_event(self, timeout_s: float | None = None) -> Event:
         """Waits until the function returns, raises, or requests an action."""
         return self._outbox.get(timeout=timeout_s)
 
@@ -131,26 +136,26 @@ class Participant:
         """Runs functions until it receives :class:`StopThread`. Main function of the thread."""
         self._thread_id = threading.get_ident()
         while isinstance(message := self._inbox.get(), RunFunction):
-            outcome = _outcome(message.function)
+            event = _call(message.function)
             del message  # the function may reference a whole model
-            self._report(outcome)
-            del outcome
+            self._send(event)
+            del event
 
-    def _report(self, event: Any) -> None:
+    def _send(self, event: Event) -> None:
         self.is_running = False
         self._outbox.put(event)
 
 
 @dataclass
 class LockstepRound:
-    """State of functions that run together.
+    """State of one call of :meth:`Lockstep.run` or :meth:`Lockstep.run_nested`.
 
     Attributes:
         num_functions: Number of functions.
         next_messages: Messages with which the threads resume, in order of index from 1.
         has_synchronized: Whether the functions have synchronized.
-        is_acting: Whether an action is running.
-        inline: Index of the function that the caller's thread runs.
+        is_running_action: Whether an action is running.
+        caller_index: Index of the function that the caller's thread runs.
         running: Indices of the functions whose threads run.
         waiting: Indices of the functions that wait for an action.
     """
@@ -158,8 +163,8 @@ class LockstepRound:
     num_functions: int
     next_messages: list[Any] = field(default_factory=list)
     has_synchronized: bool = False
-    is_acting: bool = False
-    inline: int = 0
+    is_running_action: bool = False
+    caller_index: int = 0
     running: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
 
@@ -206,30 +211,31 @@ class Lockstep:
             self._rounds.clear()
 
     def run_nested(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs functions in lockstep from within an action, each on the thread that waits for the action."""
+        """Runs functions in lockstep from within an action. Each thread that waits for the action runs one of them."""
         return self._run(functions)
 
     def is_run_by_caller(self, index: int) -> bool:
         """Returns whether the current thread is the caller's thread, and runs the function with this index."""
         if threading.get_ident() != self._caller_id or not self._rounds:
             return False
-        return not self._rounds[-1].is_acting and self._rounds[-1].inline == index
+        return not self._rounds[-1].is_running_action and self._rounds[-1].caller_index == index
 
     def coordinate(self, request: OnceRequest, index: int) -> Any:
         """Runs the action that a function on the caller's thread requests, after the others have requested it."""
         current = self._rounds[-1]
-        if index > 0:  # the first has returned already
-            self._fail(_divergence([Returned(None), *[None] * (index - 1), request]))
-        events = [request, *self._collect_events(current)]
-        if not all(isinstance(event, OnceRequest) and event.name == request.name for event in events):
-            self._fail(_divergence(events))
-        current.has_synchronized = current.is_acting = True
+        if index > 0:  # runs on the caller's thread only after function 0 has returned without this request
+            self._fail(_divergence_error([Returned(None), *[None] * (index - 1), request]))
+        events: list[Event] = [request, *self._collect_events(current)]
+        payloads = [event.payload for event in events if isinstance(event, OnceRequest) and event.name == request.name]
+        if len(payloads) < len(events):
+            self._fail(_divergence_error(events))
+        current.has_synchronized = current.is_running_action = True
         try:
-            answer: Returned | Raised = Returned(request.act([event.payload for event in events]))
+            answer: Returned | Raised = Returned(request.action(payloads))
         except Exception as exception:  # the user's code may handle it
             answer = Raised(exception)
         finally:
-            current.is_acting = False
+            current.is_running_action = False
         self._resume_others(current, [answer] * (current.num_functions - 1))
         if isinstance(answer, Raised):
             raise answer.exception
@@ -242,7 +248,7 @@ class Lockstep:
             participant.resume(StopThread())
         for thread in threads:
             if thread is not threading.current_thread():  # the garbage collector may run this on any thread
-                thread.join(_END_S)
+                thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         current = LockstepRound(len(functions))
@@ -252,10 +258,11 @@ class Lockstep:
             values = [self._run_here(current, 0, functions[0])]
             if self.is_sequential and len(self._rounds) == 1 and not current.has_synchronized:
                 return values + [self._run_here(current, i, functions[i]) for i in range(1, len(functions))]
-            events = [Returned(values[0]), *self._collect_events(current)]
-            if not all(isinstance(event, Returned) for event in events):
-                self._fail(_divergence(events))
-            return [event.value for event in events]
+            events: list[Event] = [Returned(values[0]), *self._collect_events(current)]
+            values = [event.value for event in events if isinstance(event, Returned)]
+            if len(values) < len(events):
+                self._fail(_divergence_error(events))
+            return values
         except Exception:
             self._unwind_others(current)
             raise
@@ -263,7 +270,7 @@ class Lockstep:
             self._rounds.pop()
 
     def _run_here(self, current: LockstepRound, index: int, function: Callable[[], Any]) -> Any:
-        current.inline = index
+        current.caller_index = index
         try:
             return function()
         except AbortedError:
@@ -280,9 +287,9 @@ class Lockstep:
             for index in range(1, current.num_functions):
                 self._resume(current, index)
 
-    def _collect_events(self, current: LockstepRound) -> list[Any]:
+    def _collect_events(self, current: LockstepRound) -> list[Event]:
         """Returns the next event of each thread: a return or a request. Aborts all functions if one has failed."""
-        events: list[Any] = []
+        events: list[Event] = []
         self._start_threads()
         for index in range(1, current.num_functions):
             if index not in current.running:
@@ -308,8 +315,8 @@ class Lockstep:
         current.waiting.discard(index)
         self.participants[index].resume(message or current.next_messages[index - 1])
 
-    def _next_event(self, current: LockstepRound, index: int) -> Any:
-        event = self.participants[index].wait()
+    def _next_event(self, current: LockstepRound, index: int) -> Event:
+        event = self.participants[index].next_event()
         current.running.discard(index)
         if isinstance(event, OnceRequest):
             current.waiting.add(index)
@@ -325,23 +332,23 @@ class Lockstep:
                 thread.start()
 
     def _fail(self, failure: BaseException) -> None:
-        """Stores the failure and unwinds the functions of the caller's thread."""
+        """Stores the failure of all functions, and unwinds those on the caller's thread."""
         self._failure = failure
         raise AbortedError
 
     def _abort(self) -> None:
-        """Waits for running functions, and unwinds waiting functions."""
+        """Waits for running functions, unwinds waiting functions, and drops their events."""
         for participant in self.participants[1:]:
             while participant.is_running or participant.is_waiting:
                 if not participant.is_running:
                     participant.resume(Raised(AbortedError()))
                 with suppress(Empty):
-                    participant.wait(_POLL_S)
+                    participant.next_event(_POLL_S)
             with suppress(Empty):
-                participant.wait(0)
+                participant.next_event(0)
 
 
-def _outcome(function: Callable[[], Any]) -> Returned | Raised:
+def _call(function: Callable[[], Any]) -> Returned | Raised:
     try:
         return Returned(function())
     except BaseException as exception:
@@ -354,14 +361,15 @@ def _add_replica_note(exception: BaseException, index: int, num_functions: int) 
         exception.add_note(note)
 
 
-def _divergence(events: Sequence[Any]) -> RuntimeError:
-    doing = [
+def _divergence_error(events: Sequence[Event | None]) -> RuntimeError:
+    """Creates the error for functions with different events; None for a function that the message leaves out."""
+    states = [
         f"replica {index} " + (f"waits in {event.name}" if isinstance(event, OnceRequest) else "has returned")
         for index, event in enumerate(events)
         if event is not None
     ]
     return RuntimeError(
-        f"The replicas do not take the same path through the step: {', '.join(doing)}. All replicas must request what"
-        " happens once for the whole batch (a backward pass, an optimizer's step, a metric's value), in the same"
-        " order. Do not let the path depend on the samples, or use `strategy='ddp_ext'`."
+        f"The replicas do not take the same path through the step: {', '.join(states)}. All replicas must request the"
+        " operations that run once for the whole batch (a backward pass, an optimizer's step, a metric's value), in the"
+        " same order. Make the path independent of the samples, or use `strategy='ddp_ext'`."
     )

@@ -1,14 +1,17 @@
 """ReplicatedModule: runs a module's methods on replicas, each with a part of the batch.
 
-It is a subclass of ``torch.nn.DataParallel``, so that ``isinstance`` checks for that class succeed. Unlike that class,
-it also runs on the CPU, weights results by the sizes of the parts, and runs actions for the whole batch once.
+``ReplicatedModule`` is a subclass of ``torch.nn.DataParallel``, so that ``isinstance`` checks for that class succeed.
+Unlike that class, it also runs on the CPU, weights results by the sizes of the parts, and runs actions for the whole
+batch once. The arguments are checked for the strategies of both the Trainer and Fabric.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.nn import DataParallel, Module
@@ -22,7 +25,6 @@ from lightning_strategies_ext.replication.lockstep import Lockstep
 from lightning_strategies_ext.replication.number_scopes import NumberScopes
 from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
 from lightning_strategies_ext.replication.splitting import BatchPart, split, split_like
-from lightning_strategies_ext.replication.thread_state import ThreadState
 
 #: Function that splits a batch into at most the given number of parts, and returns them with their numbers of samples.
 Scatter = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -52,10 +54,12 @@ class ReplicatedModule(DataParallel[Module]):
     ) -> None:
         Module.__init__(self)  # `DataParallel.__init__` supports only GPUs
         check_can_be_replicated(module, len(devices))
+        # Attributes of `DataParallel`, which other code may read.
         self.module = module
         self.dim = 0
         self.device_ids = [device.index for device in devices if device.index is not None]
         self.src_device_obj = devices[0]
+
         self._devices = list(devices)
         self._scatter = scatter
         self._is_sequential = devices[0].type == "cpu" if sequential is None else sequential
@@ -71,16 +75,17 @@ class ReplicatedModule(DataParallel[Module]):
         Raises:
             ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
+        # Fabric may have redirected `forward` to another method, such as `training_step`.
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
-        if self._scatter is not None and args:
+        if self._scatter is not None and args:  # splits the first argument; the other arguments follow it
             return self.run(method, *args, **kwargs)
-        if not args and not kwargs:
-            return self._run(method, [BatchPart(((), {}), 0)])
+        if not args and not kwargs:  # nothing to split: one replica
+            return self._run_parts(method, [BatchPart(((), {}), 0)])
         if len(args) == 1 and not kwargs:
             return self.run(method, *args)
-        return self._run(method, split((args, kwargs), len(self._devices), "inputs"))
+        return self._run_parts(method, split((args, kwargs), len(self._devices), "inputs"))
 
     def run(self, method: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the module with each part of a batch, and gathers the results.
@@ -98,14 +103,16 @@ class ReplicatedModule(DataParallel[Module]):
             return getattr(self.module, method)(batch, *args, **kwargs)
         if self._scatter is None:
             parts = split(batch, len(self._devices), "batch")
-            return self._run(method, [BatchPart(((part.value, *args), kwargs), part.num_samples) for part in parts])
+            return self._run_parts(
+                method, [BatchPart(((part.value, *args), kwargs), part.num_samples) for part in parts]
+            )
         scattered = check_parts(self._scatter(batch, len(self._devices)), len(self._devices))
         others = split_like((args, kwargs), [size for _, size in scattered], "inputs")
         calls = [
             BatchPart(((value, *args), kwargs), size)
             for (value, size), (args, kwargs) in zip(scattered, others, strict=True)
         ]
-        return self._run(method, calls)
+        return self._run_parts(method, calls)
 
     def close(self) -> None:
         """Ends the threads; the next call starts new ones."""
@@ -113,34 +120,32 @@ class ReplicatedModule(DataParallel[Module]):
             self._finalizer()
         self._lockstep = self._finalizer = None
 
-    def _run(self, method: str, parts: Sequence[BatchPart]) -> Any:
+    def _run_parts(self, method: str, parts: Sequence[BatchPart]) -> Any:
+        """Calls a method of each replica with the arguments in its part, and gathers the results."""
         root_device = self._devices[0]
         sizes = [part.num_samples for part in parts]
-        step = ReplicaStep(
-            self._threads(), root_device, sizes, self._number_scopes, self._replicas.check, self._replicas.refresh
-        )
-        for participant, device, part in zip(step.lockstep.participants, self._devices, parts, strict=False):
+        lockstep, replicas = self._get_lockstep(), self._replicas
+        step = ReplicaStep(lockstep, root_device, sizes, self._number_scopes, replicas.check_writes, replicas.refresh)
+        for participant, device, part in zip(lockstep.participants, self._devices, parts, strict=False):
             step.contexts.append(ReplicaContext(step, participant, device, part.num_samples))
         try:
-            replicas = self._replicas.make(step.contexts)
             calls = [
-                _call(getattr(replica, method), part, context.device)
-                for replica, part, context in zip(replicas, parts, step.contexts, strict=True)
+                _bind(getattr(replica, method), part, context.device)
+                for replica, part, context in zip(replicas.create(step.contexts), parts, step.contexts, strict=True)
             ]
-            outputs = step.lockstep.run(calls)
+            outputs = lockstep.run(calls)
             step.end()
             if method == "training_step":
-                if step.other_counts is not None:
+                if step.other_batch_sizes is not None:
                     losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
                     step.warn_of_loss([denominator_of(loss) for loss in losses if loss is not None])
                 outputs = [with_scalar_loss(output) for output in outputs]
-            self._replicas.merge_changes(sizes)
+            replicas.merge_changes(sizes)
         finally:
-            self._replicas.release()
-        name = "what the module returned" if method == "__call__" else f"what `{method}` returned"
-        return gather(outputs, sizes, root_device, name)
+            replicas.release()
+        return gather(outputs, sizes, root_device, "module(...)" if method == "__call__" else f"{method}(...)")
 
-    def _threads(self) -> Lockstep:
+    def _get_lockstep(self) -> Lockstep:
         if self._lockstep is None:
             self._lockstep = Lockstep(len(self._devices), self._is_sequential)
             self._finalizer = weakref.finalize(self, self._lockstep.close)
@@ -156,14 +161,30 @@ class ReplicatedModule(DataParallel[Module]):
         }
 
 
-def _call(function: Callable[..., Any], part: BatchPart, device: torch.device) -> Callable[[], Any]:
+def _bind(function: Callable[..., Any], part: BatchPart, device: torch.device) -> Callable[[], Any]:
+    """Returns a call of a function with the arguments in a part, for any thread.
+
+    The call applies the thread-local state of torch that the current thread has now: gradient mode, inference mode,
+    autocast, current device, and stream.
+    """
     args, kwargs = part.value
     if device.type != "cpu":
         args, kwargs = move_data_to_device((args, kwargs), device)
-    state = ThreadState(device)
+    has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast_types = [kind for kind in sorted({"cpu", device.type}) if torch.is_autocast_enabled(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in autocast_types]
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def call() -> Any:
-        with state.applied():
+        with ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(device))
+                stack.enter_context(torch.cuda.stream(stream))
+            if is_inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
+            for kind, dtype, caches_casts in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches_casts))
             return function(*args, **kwargs)
 
     return call
@@ -179,7 +200,7 @@ def with_scalar_loss(output: Any) -> Any:
 
 
 def check_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
-    """Checks the result of the user's ``scatter``, and returns it as a list of parts with their numbers of samples.
+    """Checks the result of the user's ``scatter`` function, and returns it as a list of tuples.
 
     Raises:
         TypeError: If the result is not a sequence of pairs.
@@ -214,18 +235,78 @@ def check_can_be_replicated(module: Module, num_replicas: int) -> None:
         return
     for part in modules_to_copy(module):
         if is_compiled(part):  # replicas would share the compiled forward
-            raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
+            raise _unsupported_error(part, "is compiled: its compiled code computes with the module's own weights")
         if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(_refusal(part, "is a ScriptModule, which torch cannot replicate"))
+            raise _unsupported_error(part, "is a ScriptModule, which torch cannot replicate")
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and is_lazy(tensor):
-                raise ValueError(
-                    _refusal(part, "has parameters without a shape (run one sample through the module first)")
+                raise _unsupported_error(
+                    part, "has parameters without a shape (run one sample through the module first)"
                 )
 
 
-def _refusal(module: Module, what: str) -> str:
-    return (
-        f"{type(module).__name__} {what}. It cannot be trained in one process on several devices. Use `devices=1`,"
+def _unsupported_error(module: Module, reason: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} {reason}. It cannot be trained in one process on several devices. Use `devices=1`,"
         " `strategy='ddp_ext'`, or the plain module."
     )
+
+
+def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
+    """Rejects devices that cannot hold replicas.
+
+    Raises:
+        TypeError: If ``devices`` is not a list or tuple of devices.
+        ValueError: If ``devices`` is empty, has several types or an unsupported type, or contains a GPU twice.
+    """
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
+        raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
+    if not devices:
+        raise ValueError(
+            "`parallel_devices=[]` contains no device for a replica. Pass at least one, or omit the argument."
+        )
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(f"`parallel_devices` contains {' and '.join(kinds)} devices. Use devices of one type.")
+    if len(devices) > 1 and kinds[0] not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`strategy='dp_ext'` supports replicas on CPUs and CUDA devices, not on {len(devices)} devices of type"
+            f" {kinds[0]!r}. Use `devices=1`."
+        )
+    if kinds[0] == "cuda" and len(set(devices)) < len(devices):
+        raise ValueError(f"`parallel_devices={list(devices)}` contains a GPU twice. List each GPU once.")
+
+
+def check_scatter(scatter: object, sequential: object) -> None:
+    """Rejects a ``scatter`` or ``sequential`` of the wrong type.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+    """
+    if scatter is not None and not callable(scatter):
+        raise TypeError(f"`scatter` must be a function of a batch and the number of replicas, got {scatter!r}.")
+    if sequential is not None and not isinstance(sequential, bool):
+        raise TypeError(f"`sequential` must be True, False or None, got {sequential!r}.")
+
+
+def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment | None) -> None:
+    """Rejects jobs of several hosts or processes.
+
+    Raises:
+        ValueError: If ``num_nodes`` is above 1, or a launcher has started several processes.
+    """
+    if num_nodes > 1:
+        raise ValueError(
+            f"`num_nodes={num_nodes}`: `strategy='dp_ext'` is one process on one host. Use `num_nodes=1`, or"
+            " `strategy='ddp_ext'`."
+        )
+    if cluster_environment is None or not cluster_environment.creates_processes_externally:
+        return
+    if cluster_environment.world_size() > 1:
+        raise ValueError(
+            f"This script was started as {cluster_environment.world_size()} processes"
+            f" ({type(cluster_environment).__name__}), but `strategy='dp_ext'` is one process that uses all devices."
+            " Start it once, with `python`, or use `strategy='ddp_ext'`."
+        )

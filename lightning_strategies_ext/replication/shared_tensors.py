@@ -13,6 +13,7 @@ an array of more than 64 KiB; and changes inside a container of more than 64 ent
 """
 
 import math
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 from typing import Any
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
-from lightning_strategies_ext.replication.containers import CONTAINERS, MAX_OPEN_LENGTH, entries_of
 from lightning_strategies_ext.replication.metrics import is_metric
 
-#: Types of immutable entries, which most containers have.
-_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
+#: Types of containers that replicas copy, and whose entries are inspected; subclasses are opaque objects.
+CONTAINERS = frozenset((list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter))
+#: Maximum number of entries of a container that is inspected.
+MAX_INSPECTED_LENGTH = 64
+#: Types of most entries, which contain no tensor.
+_TYPES_WITHOUT_TENSORS = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _MAX_ARRAY_BYTES = 1 << 16
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -35,36 +39,36 @@ class SharedTensorGuard:
     """Detects whether tensors have been written to since the last :meth:`snapshot`.
 
     Args:
-        values: Tensors and arrays to check.
-        origins: For each value, the parameter that it is or was copied from, or its name in messages.
+        values: Tensors and arrays to check, each with the parameter that it is or was copied from, or with its name in
+            messages.
     """
 
-    def __init__(self, values: Sequence[Any], origins: Sequence[Parameter | str]) -> None:
-        self._values, self._origins = values, origins
-        self._measured = [(value, origin) for value, origin in zip(values, origins, strict=True) if _has_norm(value)]
+    def __init__(self, values: Sequence[tuple[Any, Parameter | str]]) -> None:
+        self._values = values
+        self._with_norm = [(value, origin) for value, origin in values if _has_norm(value)]
         self.snapshot()
 
     def snapshot(self) -> None:
         """Records the current state of the values."""
-        self._versions, self._norms = self._versions_now(), self._norms_now()
+        self._versions, self._norms = self._current_versions(), self._current_norms()
 
-    def first_written(self) -> Parameter | str | None:
-        """Returns the origin of a value that has been written to, or None."""
-        versions = self._versions_now()
+    def find_written(self) -> Parameter | str | None:
+        """Returns the parameter or the name of the first value that has been written to, or None."""
+        versions = self._current_versions()
         if versions != self._versions:
             changes = [before != now for before, now in zip(self._versions, versions, strict=True)]
-            return self._origins[changes.index(True)]
-        for (_, origin), before, now in zip(self._measured, self._norms, self._norms_now(), strict=True):
+            return self._values[changes.index(True)][1]
+        for (_, origin), before, now in zip(self._with_norm, self._norms, self._current_norms(), strict=True):
             if before != now and not math.isnan(before):
                 return origin
         return None
 
-    def _versions_now(self) -> list[int]:
-        return [version_of(value) for value in self._values]
+    def _current_versions(self) -> list[int]:
+        return [version_of(value) for value, _ in self._values]
 
     @torch.no_grad()
-    def _norms_now(self) -> list[float]:
-        parameters = [parameter for parameter, _ in self._measured]
+    def _current_norms(self) -> list[float]:
+        parameters = [parameter for parameter, _ in self._with_norm]
         return [norm.item() for norm in torch._foreach_norm(parameters)] if parameters else []
 
 
@@ -78,35 +82,40 @@ def version_of(value: Any) -> int:
         return 0
 
 
-def _has_norm(value: Any) -> bool:
-    return type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS  # a copy of a parameter is a Tensor
-
-
-def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, str]]:
+def tensors_in(value: Any, path: str, checked: Set[int]) -> Iterator[tuple[Any, str]]:
     """Yields the tensors and arrays in an attribute, each with its path.
 
     Args:
         value: Value of the attribute.
-        place: Path of the attribute in messages.
-        known: Ids of modules and parameters that are checked separately.
+        path: Path of the attribute in messages, such as ``self.teachers``.
+        checked: Ids of modules and parameters that are checked separately, and therefore left out.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        if id(value) not in known:
-            yield value, place
+        if id(value) not in checked:
+            yield value, path
     elif type(value) in CONTAINERS:
-        is_small_set = type(value) is set and len(value) <= MAX_OPEN_LENGTH
+        is_small_set = type(value) is set and len(value) <= MAX_INSPECTED_LENGTH
         for key, entry in ((..., entry) for entry in value) if is_small_set else entries_of(value):
-            if type(entry) not in _PLAIN:  # this check is faster than formatting a name
-                name = f"{place}{{...}}" if is_small_set else f"{place}[{key!r}]"
-                yield from writable_in(entry, name, known)
+            if type(entry) not in _TYPES_WITHOUT_TENSORS:  # this check is faster than formatting a path
+                yield from tensors_in(entry, f"{path}{{...}}" if is_small_set else f"{path}[{key!r}]", checked)
     elif isinstance(value, Module) and not is_metric(value):
-        for path, module in value.named_modules(prefix=place):
-            if id(module) not in known and not is_metric(module):
+        for module_path, module in value.named_modules(prefix=path):
+            if id(module) not in checked and not is_metric(module):
                 for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-                    if tensor is not None and id(tensor) not in known and not writes_to_weight(module):
-                        yield tensor, f"{path}.{name}"
+                    if tensor is not None and id(tensor) not in checked and not has_renormalized_weight(module):
+                        yield tensor, f"{module_path}.{name}"
 
 
-def writes_to_weight(module: Module) -> bool:
+def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the keys and entries of a container; nothing for a set or for a container that is too long to inspect."""
+    if len(container) <= MAX_INSPECTED_LENGTH and not isinstance(container, set):
+        yield from container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def has_renormalized_weight(module: Module) -> bool:
     """Returns whether a module's forward pass writes to its weight: embeddings with ``max_norm`` renormalize rows."""
     return isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None
+
+
+def _has_norm(value: Any) -> bool:
+    return type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS  # a copy of a parameter is a Tensor

@@ -1,11 +1,11 @@
 """Splits a batch into one part per replica.
 
 Tensors and arrays are split along their first dimension, into views; collections keep their types. The number of
-samples is the size on which the tensors and arrays of the batch agree, see ``count_samples``.
+samples is the size on which the tensors and arrays of the batch agree, see :func:`count_samples`.
 
 Limitations: Objects that are not collections are not split; each part contains the object itself. A value whose number
 of rows equals the number of samples by accident is split. A list of values for the whole batch cannot be distinguished
-from a list with one entry per sample if both fit. In such cases, the user passes a function for splitting.
+from a list with one entry per sample if both fit. In such cases, the user passes a ``scatter`` function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,15 +18,14 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of, rebuild
-from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 #: Possible numbers of samples of a value, the most likely first; empty if it cannot be split, None if undetermined.
 Sizes: TypeAlias = tuple[int, ...] | None
 
-ARRAYS = (torch.Tensor, np.ndarray)
-
+#: Last sentence of errors about the code of a step, because the user may be unable to change this code.
+LIBRARY_ADVICE = "If the step is code of a library, use `strategy='ddp_ext'`."
 SCATTER_ADVICE = (
-    f"Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`. {IF_OF_A_LIBRARY}"
+    f"Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`. {LIBRARY_ADVICE}"
 )
 
 
@@ -50,7 +49,7 @@ def split(batch: Any, num_parts: int, name: str = "batch") -> list[BatchPart]:
     batch. If there is only one part, it is the batch itself.
 
     Args:
-        batch: Batch to split, see ``count_samples``.
+        batch: Batch to split, see :func:`count_samples`.
         num_parts: Maximum number of parts, at least 1.
         name: Name of the batch in error messages.
 
@@ -65,7 +64,7 @@ def split(batch: Any, num_parts: int, name: str = "batch") -> list[BatchPart]:
         return [BatchPart(batch, num_samples)]
     size, num_larger = divmod(num_samples, num_parts)
     sizes = [size + 1] * num_larger + [size] * (num_parts - num_larger)
-    return list(map(BatchPart, cut(batch, num_samples, spans_of(sizes)), sizes))
+    return list(map(BatchPart, split_by_spans(batch, num_samples, spans_from_sizes(sizes)), sizes))
 
 
 def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
@@ -83,8 +82,8 @@ def split_like(value: Any, sizes: Sequence[int], name: str) -> list[Any]:
     """
     num_samples = sum(sizes)
     for path, found in unsplittable_values(value, name, num_samples):
-        raise ValueError(unsplittable(path, found))
-    return cut(value, num_samples, spans_of(sizes))
+        raise ValueError(unsplittable_message(path, found))
+    return split_by_spans(value, num_samples, spans_from_sizes(sizes))
 
 
 def count_samples(batch: Any, name: str = "batch") -> int:
@@ -92,65 +91,66 @@ def count_samples(batch: Any, name: str = "batch") -> int:
 
     A tensor or array determines it by its first dimension, if it has one. All tensors and arrays in tuples, mappings,
     and dataclasses must agree. A list with tensors may contain values for the whole batch, or one entry per sample: the
-    other values of the batch decide, or else the more likely case is used. Lists without tensors, and tuples of strings
-    (which torch's ``default_collate`` returns for strings), are used only if the batch contains no tensor.
+    other values of the batch decide. If both cases are possible, entries that agree on a size are values for the batch,
+    unless they look like uncollated samples. Lists without tensors, and tuples of strings (which torch's
+    ``default_collate`` returns for strings), are used only if the batch contains no tensor.
 
     Raises:
         ValueError: If values disagree, if no value determines the number, or if a value cannot be split.
     """
-    for opinion in (strong_sizes, weak_sizes):
-        sizes = opinion(batch)
+    for sizes_of in (sizes_from_tensors, sizes_from_lists):
+        sizes = sizes_of(batch)
         if sizes:
             return sizes[0]
         if sizes is not None:
-            raise ValueError(disagreement(list(size_hints(batch, name, opinion)), name))
+            raise ValueError(disagreement_message(list(size_hints(batch, name, sizes_of)), name))
     raise ValueError(
         f"`{name}` is of type {type(batch).__name__} and cannot be split: it contains no tensor, array or list that"
         f" shows its number of samples. {SCATTER_ADVICE}"
     )
 
 
-def strong_sizes(value: Any) -> Sizes:
+def sizes_from_tensors(value: Any) -> Sizes:
     """Returns the possible numbers of samples of a value, from its tensors and arrays."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:
             return ()
         return value.shape[:1] or None
     if isinstance(value, list):
-        return sizes_of_list(value)
+        return sizes_from_list_of_tensors(value)
     if isinstance(value, np.ndarray):
         return value.shape[:1] or None
-    if whole_batch_only(value):
+    if is_packed_batch(value):
         return ()
     if is_collection(value):
-        return common_sizes(parts_of(value), strong_sizes)
-    return () if callable(getattr(value, "to", None)) else None  # an opaque object with tensors
+        return common_sizes(parts_of(value), sizes_from_tensors)
+    return () if callable(getattr(value, "to", None)) else None  # an object with tensors that is not a collection
 
 
-def sizes_of_list(values: list[Any]) -> Sizes:
+def sizes_from_list_of_tensors(values: list[Any]) -> Sizes:
     """Returns the possible numbers of samples of a list with tensors: the size of its entries, its length, or both."""
-    sizes = common_sizes(values, strong_sizes)
+    sizes = common_sizes(values, sizes_from_tensors)
     if sizes is None:
         return (len(values),) if contains(values, is_array) else None
-    if not sizes:
-        return (len(values),) if alike(values) and not contains(values, whole_batch_only) else ()
-    if are_samples(values):
+    if not sizes:  # the entries have different sizes
+        return (len(values),) if are_alike(values) and not contains(values, is_packed_batch) else ()
+    if are_uncollated_samples(values):
         return (len(values), *(size for size in sizes if size != len(values)))
     return sizes if len(values) in sizes else (*sizes, len(values))
 
 
-def weak_sizes(value: Any) -> Sizes:
+def sizes_from_lists(value: Any) -> Sizes:
     """Returns the possible numbers of samples of a value without tensors, from lists and tuples of strings."""
-    if isinstance(value, list) or is_strings(value):
+    if isinstance(value, list) or is_tuple_of_strings(value):
         return (len(value),)
-    return common_sizes(parts_of(value), weak_sizes) if is_collection(value) else None
+    return common_sizes(parts_of(value), sizes_from_lists) if is_collection(value) else None
 
 
-def common_sizes(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Sizes:
+def common_sizes(values: Iterable[Any], sizes_of: Callable[[Any], Sizes]) -> Sizes:
     """Returns the sizes that are possible for all values that determine one, in the order of the first such value."""
     result: Sizes = None
     for value in values:
-        sizes = opinion(value)
+        sizes = sizes_of(value)
         if sizes is None or sizes == result:
             continue
         result = sizes if result is None else tuple(size for size in result if size in sizes)
@@ -159,71 +159,71 @@ def common_sizes(values: Iterable[Any], opinion: Callable[[Any], Sizes]) -> Size
     return result
 
 
-def cut(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]:
+def split_by_spans(value: Any, num_samples: int, spans: list[tuple[int, int]]) -> list[Any]:
     """Returns a value's part for each span of samples; a span is a start and a length."""
     if isinstance(value, torch.Tensor):
         if value.ndim and value.shape[0] == num_samples:
-            # Not tensor_split: torch forbids in-path writes to a view that an operation returned with other views.
+            # Not tensor_split: torch forbids in-place writes to a view that an operation returned with other views.
             return [value.narrow(0, start, length) for start, length in spans]
         return [value] * len(spans)
     if isinstance(value, np.ndarray):
         has_rows = value.ndim > 0 and value.shape[0] == num_samples
     elif isinstance(value, list):
-        has_rows = len(value) == num_samples and has_entry_per_sample(value)
+        has_rows = len(value) == num_samples and is_list_of_samples(value)
         if not has_rows and not contains(value, is_array):
             return [value] * len(spans)
     else:
-        has_rows = is_strings(value) and len(value) == num_samples
+        has_rows = is_tuple_of_strings(value) and len(value) == num_samples
     if has_rows:
         return [value[start : start + length] for start, length in spans]
     if not is_collection(value) or not (parts := parts_of(value)):
         return [value] * len(spans)
-    columns = [cut(part, num_samples, spans) for part in parts]
+    columns = [split_by_spans(part, num_samples, spans) for part in parts]
     return [rebuild(value, list(row)) for row in zip(*columns, strict=True)]
 
 
-def has_entry_per_sample(values: list[Any]) -> bool:
+def is_list_of_samples(values: list[Any]) -> bool:
     """Returns whether a list whose length is the number of samples has one entry per sample."""
-    sizes = common_sizes(values, strong_sizes)
-    return not sizes or len(values) not in sizes or are_samples(values)
+    sizes = common_sizes(values, sizes_from_tensors)
+    return not sizes or len(values) not in sizes or are_uncollated_samples(values)
 
 
 def unsplittable_values(value: Any, path: str, num_samples: int) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of everything that ``cut`` would visit but could not split."""
+    """Yields the path and value of each part that must be split, but cannot be split by :func:`split_by_spans`."""
     if isinstance(value, torch.Tensor):
         if value.is_nested or (value.layout is not torch.strided and value.shape[:1] == (num_samples,)):
             yield path, value
-    elif whole_batch_only(value):
+    elif is_packed_batch(value):
         yield path, value
-    elif isinstance(value, list) and len(value) == num_samples and has_entry_per_sample(value):
+    elif isinstance(value, list) and len(value) == num_samples and is_list_of_samples(value):
         return
     elif is_collection(value):
         for label, part in zip(labels_of(value), parts_of(value), strict=True):
             yield from unsplittable_values(part, path + label, num_samples)
 
 
-def spans_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def spans_from_sizes(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the start and the length of each part."""
     return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def is_array(value: Any) -> bool:
     """Returns whether the value is a tensor or array."""
-    return isinstance(value, ARRAYS)
+    return isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def is_strings(value: Any) -> bool:
+def is_tuple_of_strings(value: Any) -> bool:
     """Returns whether the value is a tuple of strings, which ``default_collate`` returns for strings."""
     return type(value) is tuple and bool(value) and all(isinstance(part, str | bytes) for part in value)
 
 
-def whole_batch_only(value: Any) -> bool:
-    """Returns whether the value packs the samples of a batch in a form that cannot be split."""
+def is_packed_batch(value: Any) -> bool:
+    """Returns whether a value is a packed sequence or nested tensor, which holds all samples and cannot be split."""
     return isinstance(value, PackedSequence) or (isinstance(value, torch.Tensor) and value.is_nested)
 
 
-def are_samples(values: list[Any]) -> bool:
-    """Returns whether the entries of a list look like uncollated samples: collated samples contain no numbers."""
+def are_uncollated_samples(values: list[Any]) -> bool:
+    """Returns whether all entries contain numbers beside tensors, which collating would have turned into tensors."""
     return all(has_number_beside_tensor(value) for value in values)
 
 
@@ -246,7 +246,7 @@ def leaves_of(collection: Any) -> Iterator[Any]:
             yield part
 
 
-def alike(values: list[Any]) -> bool:
+def are_alike(values: list[Any]) -> bool:
     """Returns whether the entries of a list may belong to different samples: equal type, dtype, and ndim, or None."""
     kinds = {
         (type(value), *((value.dtype, value.ndim) if is_array(value) else ())) for value in values if value is not None
@@ -263,24 +263,24 @@ class SizeHint:
     sizes: tuple[int, ...]
 
 
-def size_hints(value: Any, path: str, opinion: Callable[[Any], Sizes]) -> Iterator[SizeHint]:
+def size_hints(value: Any, path: str, sizes_of: Callable[[Any], Sizes]) -> Iterator[SizeHint]:
     """Yields the values that determine the number of samples, for messages. A list is one value if its parts agree."""
-    sizes = opinion(value)
+    sizes = sizes_of(value)
     if sizes is None:
         return
-    is_open = is_collection(value) and not whole_batch_only(value) and not is_strings(value)
-    if is_open and not (sizes and isinstance(value, list)):
+    has_inner_values = is_collection(value) and not is_packed_batch(value) and not is_tuple_of_strings(value)
+    if has_inner_values and not (sizes and isinstance(value, list)):
         for label, part in zip(labels_of(value), parts_of(value), strict=True):
-            yield from size_hints(part, path + label, opinion)
+            yield from size_hints(part, path + label, sizes_of)
     else:
         yield SizeHint(path, value, sizes)
 
 
-def disagreement(hints: list[SizeHint], name: str) -> str:
+def disagreement_message(hints: list[SizeHint], name: str) -> str:
     """Returns an error message that explains why no size is possible for all values."""
     for i, hint in enumerate(hints):
         if not hint.sizes:
-            return unsplittable(hint.path, hint.value)
+            return unsplittable_message(hint.path, hint.value)
         for other in hints[:i]:
             if not set(hint.sizes) & set(other.sizes):
                 return (
@@ -296,7 +296,7 @@ def sizes_text(sizes: tuple[int, ...]) -> str:
     return " or ".join(map(str, sizes))
 
 
-def unsplittable(path: str, value: Any) -> str:
+def unsplittable_message(path: str, value: Any) -> str:
     """Returns an error message for a value that cannot be split."""
     if isinstance(value, torch.Tensor):
         kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"

@@ -20,7 +20,7 @@ from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NativeLibraryError
 
 #: Environment variable; with the value 0, Python code replaces the native library.
-DISABLE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
+DISABLE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_NATIVE"
 #: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
 

@@ -11,8 +11,8 @@ class ShmOptions:
 
     Attributes:
         segment_num_bytes: Size of each rank's shared memory, in bytes. If None, the environment variable
-            ``LIGHTNING_STRATEGIES_EXT_SHM_BYTES`` sets it; the default is 2 MiB, or 8 MiB if there are more ranks than
-            cores.
+            ``LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES`` sets it; the default is 2 MiB, or 8 MiB if there are more
+            ranks than cores.
 
     Raises:
         ValueError: If the size is not a number, or too small.

@@ -25,7 +25,7 @@ CONTROL_BLOCK_NUM_BYTES: Final = 4096
 _NATIVE_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024
 #: Environment variable with the size of each rank's segment, in bytes.
-SIZE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+SIZE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 
 def resolve_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:

@@ -173,7 +173,8 @@ def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
 
     Args:
         ddp_kwargs: Arguments of DistributedDataParallel.
-        **others: Other arguments that prevent a search, with their values; None for arguments that are not set.
+        **others: Other arguments that prevent a search, with their values; None, or "error" for ``uneven_inputs``, for
+            arguments that are not set.
 
     Raises:
         ValueError: If a search is requested, and another argument prevents it or hides its result.
@@ -182,7 +183,7 @@ def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
         return False
     given = {**others, **{name: ddp_kwargs.get(name) for name in NOT_REWRAPPABLE}}
     for name, value in given.items():
-        if value is not None:
+        if value is not None and (name, value) != ("uneven_inputs", "error"):
             where = ", which elastic training sets" if name == "uneven_inputs" else ""
             raise ValueError(
                 f"`bucket_cap_mb={AUTO!r}` tries buckets of several sizes during training, which cannot be combined"

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed.
+"""Collectives over torch.distributed, and the progress of a rank in them.
 
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes torch detect tensors of different shapes in all of these collectives.
 """
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.torch_distributed import process_group
 
 _OPS = {
@@ -160,3 +162,22 @@ class TorchCollectives(Collectives):
                 tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
         for work in works:
             work.wait()
+
+
+class DefaultGroupProgress(CollectiveProgress):
+    """Progress of this process in the default group."""
+
+    def num_started(self) -> int:
+        """Returns how many collectives this rank has started in the group; 0 if the backend does not count them."""
+        group: Any = dist.group.WORLD
+        if not dist.is_initialized() or isinstance(group, ShmProcessGroup):
+            return 0
+        try:
+            return int(group._get_sequence_number_for_group())
+        except RuntimeError:
+            return 0
+
+    def pending_work(self) -> Any:
+        """Returns the operation of ``shm`` that this rank waits for; None if there is none."""
+        group: Any = dist.group.WORLD
+        return group.current_work if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None

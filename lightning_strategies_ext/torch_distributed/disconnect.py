@@ -1,17 +1,24 @@
-"""Closes the connections of a rank, so that collectives between it and other ranks fail."""
+"""Ends the collectives of a rank: aborts process groups, and closes the connections to other ranks."""
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._system.connections import shut_down_connections
+from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
 from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.shm.executor import close_all
 from lightning_strategies_ext.torch_distributed import process_group
+
+# Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
+# version.
+_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
 
 
 def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:
@@ -28,7 +35,7 @@ def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:
         peers: The other ranks.
         match_hosts: Whether every connection to another host of the peers counts as a connection to them.
     """
-    process_group.abort()
+    abort()
     if not process_group.uses_gloo():
         return
     close_all()
@@ -51,3 +58,48 @@ def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:
         return is_known or connection.raddr in theirs or connection.raddr.ip.removeprefix("::ffff:") in hosts
 
     shut_down_connections(is_meant)
+
+
+def can_abort() -> bool:
+    """Returns whether :func:`abort` has a backend to abort."""
+    return process_group.is_initialized() and bool(_abortable())
+
+
+def abort() -> None:
+    """Aborts all process groups of this process, so that collectives that wait on GPUs fail.
+
+    gloo and ``shm`` are not aborted: their collectives fail when connections close. Each backend is aborted in its own
+    thread: the abort of NCCL waits for the GPU, which a collective of another group may occupy until that group is
+    aborted.
+    """
+    if not process_group.is_initialized() or is_aborted():
+        return
+    backends = _abortable()
+    if not backends:
+        return
+    mark_aborted(dist.group.WORLD)  # before the abort: later results must not be kept
+    threads = [threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abortable() -> list[Any]:
+    """Returns the backends of all groups of this process, except gloo and ``shm``. torch 2.5 cannot abort groups."""
+    from torch.distributed.distributed_c10d import _world
+
+    found: list[Any] = []
+    for group in list(_world.pg_map):
+        backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+        for backend in backends or [group]:
+            # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps each backend in an object that does not forward `abort`.
+            backend = getattr(backend, "wrapped_pg", backend)
+            if type(backend).__name__ not in _NOT_ABORTED and all(backend is not each for each in found):
+                found.append(backend)
+    return found
+
+
+def _abort(backend: Any) -> None:
+    with suppress(AttributeError, RuntimeError):  # the backend has no `abort`, or has failed
+        backend.abort()

@@ -33,6 +33,7 @@ class FeatureContext:
         timeout: Timeout of collectives; torch's default if None.
         num_local_ranks: Number of ranks on this host.
         tunes_buckets: Whether the bucket size is searched.
+        is_connected: Returns whether this rank takes part in collectives; it does not after a failure.
         averages_of_model: Returns the modules that hold averages of the model, such as those of callbacks.
         on_rebuild: Called after DDP was rebuilt.
         rebuild: The method :meth:`.Features.rebuild`, which creates DDP again for a model.
@@ -46,6 +47,7 @@ class FeatureContext:
     timeout: timedelta | None = None
     num_local_ranks: int = 1
     tunes_buckets: bool = False
+    is_connected: Callable[[], bool] = lambda: True
     averages_of_model: Callable[[], Iterable[Module]] = tuple
     on_rebuild: Callable[[], None] = lambda: None
     rebuild: Callable[[DistributedDataParallel], None] = field(init=False)

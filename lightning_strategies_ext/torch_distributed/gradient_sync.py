@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_strategies_ext.torch_distributed.compression.config import Compression, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext.torch_distributed.compression.config import (
+    BFloat16,
+    Compression,
+    Float16,
+    LocalSGD,
+    PowerSGD,
+    TopK,
+)
 from lightning_strategies_ext.torch_distributed.gradient_exchange import check_can_join
 
 
@@ -43,6 +50,18 @@ class GradientSyncOptions:
     def __post_init__(self) -> None:
         self._check_hook()
         self._check_averaging()
+
+    def cheaper_compressions(self, *, is_elastic: bool = False) -> tuple[str, ...]:
+        """Returns the names of compressions that would reduce the size of exchanges.
+
+        Args:
+            is_elastic: Whether ranks may change during training, which excludes models that differ.
+        """
+        if self.compression is None and self.comm_hook is None:
+            names = ["bf16", "powersgd", "localsgd"]
+        else:
+            names = ["powersgd", "localsgd"] if isinstance(self.compression, (BFloat16, Float16)) else []
+        return tuple(name for name in names if name != "localsgd" or not is_elastic)
 
     def check_compatible(self, ddp_kwargs: Mapping[str, Any], *, joins_uneven_inputs: bool = False) -> None:
         """Checks that the exchange can be combined with other arguments.

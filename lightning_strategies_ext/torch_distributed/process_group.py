@@ -7,11 +7,9 @@ closed when the interpreter exits, so that no backend reports a group that was n
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ from lightning_strategies_ext import host_store, rank_variables, shm
 from lightning_strategies_ext._system import forking
 from lightning_strategies_ext._system.connections import record_connections, without_prefixes
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
-from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
+from lightning_strategies_ext._system.gpu_sync import is_aborted
 from lightning_strategies_ext.failure.process_exit import register_exit_handler
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.torch_distributed import rendezvous
@@ -64,10 +62,6 @@ _hidden_group: Any = None
 
 # Store of the default group that this package has created.
 _own_store: dist.Store | None = None
-
-# Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
-# version.
-_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
 
 # Backends whose threads do not use the group's store, so that it may be a store in Python.
 _ACCEPTS_PYTHON_STORE = ("gloo", shm.NAME)
@@ -117,6 +111,19 @@ def disable_nccl_watchdog_exit() -> None:
     """Makes NCCL process groups that this process joins later survive the exit of other ranks."""
     for name, value in _WATCHDOG_SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def check_arguments(backend: str | None, options: Any, timeout: timedelta | None) -> None:
+    """Checks the arguments of a process group before processes start.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If torch does not know the backend, the options are for another backend, or the timeout is invalid.
+        RuntimeError: If torch was built without the backend.
+    """
+    check_backend(backend)
+    check_options(options, backend)
+    check_timeout(timeout)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -305,51 +312,6 @@ def join(
     if _at_end is not None:
         _at_end.cancel()
     _at_end = register_exit_handler(_stop_at_exit)
-
-
-def can_abort() -> bool:
-    """Returns whether :func:`abort` has a backend to abort."""
-    return is_initialized() and bool(_abortable())
-
-
-def abort() -> None:
-    """Aborts all process groups of this process, so that collectives that wait on GPUs fail.
-
-    gloo and ``shm`` are not aborted: their collectives fail when connections close. Each backend is aborted in its own
-    thread: the abort of NCCL waits for the GPU, which a collective of another group may occupy until that group is
-    aborted.
-    """
-    if not is_initialized() or is_aborted():
-        return
-    backends = _abortable()
-    if not backends:
-        return
-    mark_aborted(dist.group.WORLD)  # before the abort: later results must not be kept
-    threads = [threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True) for backend in backends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _abortable() -> list[Any]:
-    """Returns the backends of all groups of this process, except gloo and ``shm``. torch 2.5 cannot abort groups."""
-    from torch.distributed.distributed_c10d import _world
-
-    found: list[Any] = []
-    for group in list(_world.pg_map):
-        backends: list[Any] = [group._get_backend(device) for device in group._device_types]
-        for backend in backends or [group]:
-            # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps each backend in an object that does not forward `abort`.
-            backend = getattr(backend, "wrapped_pg", backend)
-            if type(backend).__name__ not in _NOT_ABORTED and all(backend is not each for each in found):
-                found.append(backend)
-    return found
-
-
-def _abort(backend: Any) -> None:
-    with suppress(AttributeError, RuntimeError):  # the backend has no `abort`, or has failed
-        backend.abort()
 
 
 def has_others() -> bool:

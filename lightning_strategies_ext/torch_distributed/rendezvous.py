@@ -25,8 +25,8 @@ from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._system.connections import serve_store
 from lightning_strategies_ext._system.peers import is_loopback
 
-_ROUNDS = "lightning_strategies_ext/rounds"
-_ROUND_POLL_S = 0.01
+_RESTARTS_PREFIX = "lightning_strategies_ext/restarts"
+_RESTART_POLL_S = 0.01
 _HOST_STORE = "lightning_strategies_ext/host_store"
 # Key under which rank 0 stores the job, see `_job`, before ranks join that another launcher has started.
 _JOB_KEY = "job"
@@ -77,7 +77,7 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
             raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
         raise
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address_store = _of_this_round(address_store, rank, world_size, timeout)
+        address_store = _store_for_this_restart(address_store, rank, world_size, timeout)
     if num_hosts > 1 or not host_store.is_available():
         return address_store
     if rank == 0:
@@ -199,31 +199,32 @@ def _has_memory() -> bool:
     return False
 
 
-def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a part of a store that no rank of an earlier round of the job uses.
+def _store_for_this_restart(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Returns a part of a store that ranks of before the last restart of the job do not use.
 
-    The agents of torchrun keep one store for all rounds of a job, and torch reads what ranks of earlier rounds have
+    The agents of torchrun keep one store for all restarts of a job, and torch reads what ranks of earlier restarts have
     written (observed in 2.13: after a second restart, ranks wait for each other indefinitely). Rank 0 generates a name
-    for the round. The other ranks cannot distinguish it from the name of an earlier round, so each sends rank 0 a
-    request with a new random number. The rank 0 of an earlier round has exited and does not reply.
+    for the restart. The other ranks cannot distinguish it from the name of an earlier restart, so each sends rank 0 a
+    request with a new random number. The rank 0 of an earlier restart has exited and does not reply.
 
     Raises:
         torch.distributed.DistStoreError: If another rank does not join within the timeout.
     """
     if rank == 0:
         name = uuid4().hex
-        store.set(f"{_ROUNDS}/newest", name)
+        store.set(f"{_RESTARTS_PREFIX}/newest", name)
         for other in range(1, world_size):
-            store.set(f"{_ROUNDS}/{name}/answer {other}", store.get(f"{_ROUNDS}/{name}/question {other}").decode())
-        return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
+            question = store.get(f"{_RESTARTS_PREFIX}/{name}/question {other}").decode()
+            store.set(f"{_RESTARTS_PREFIX}/{name}/answer {other}", question)
+        return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
     question, deadline, asked = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
     while time.monotonic() < deadline:
-        name = store.get(f"{_ROUNDS}/newest").decode()
+        name = store.get(f"{_RESTARTS_PREFIX}/newest").decode()
         if name != asked:
-            store.set(f"{_ROUNDS}/{name}/question {rank}", question)
+            store.set(f"{_RESTARTS_PREFIX}/{name}/question {rank}", question)
             asked = name
-        answer = f"{_ROUNDS}/{name}/answer {rank}"
+        answer = f"{_RESTARTS_PREFIX}/{name}/answer {rank}"
         if store.check([answer]) and store.get(answer).decode() == question:
-            return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
-        time.sleep(_ROUND_POLL_S)
+            return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
+        time.sleep(_RESTART_POLL_S)
     raise dist.DistStoreError(f"rank 0 did not join within {timeout.total_seconds():g} s.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.namespace_hosts import NoHostsError, two_hosts
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +32,7 @@ from lightning_strategies_ext._system.connections import enable_store_keepalive
 store = dist.TCPStore(sys.argv[1], 29500)
 enable_store_keepalive(dist.PrefixStore("part", store))
 Path(sys.argv[2], "asks").touch()
-store.get("what nobody says")
+store.get("a key that is never set")
 """
 #: Without it, the store's timeout counts: minutes.
 LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""A process that is forked while a library's threads come and go in Python runs its code, before CPython 3.12 too."""
+"""A process that is forked while a library's threads enter and leave Python runs its code, before CPython 3.12 too."""
 
 import subprocess
 import sys
@@ -35,14 +35,14 @@ PROGRAM = """
 import ctypes, os, sys, time
 from lightning_strategies_ext._system.forking import make_fork_safe
 
-library, is_safe, patience_s = sys.argv[1], sys.argv[2] == "safe", float(sys.argv[3])
+library, is_safe, timeout_s = sys.argv[1], sys.argv[2] == "safe", float(sys.argv[3])
 if is_safe:
     assert make_fork_safe() and make_fork_safe()
 python = ctypes.pythonapi
 ensure, release = (ctypes.cast(f, ctypes.c_void_p) for f in (python.PyGILState_Ensure, python.PyGILState_Release))
 ctypes.PyDLL(library).start(ensure, release, 3)
 for number in range(500):
-    pid, deadline = os.fork(), time.monotonic() + patience_s
+    pid, deadline = os.fork(), time.monotonic() + timeout_s
     if pid == 0:
         os._exit(0)
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
@@ -68,8 +68,8 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def fork(threads: Path, how: str, patience_s: float) -> str:
-    command = [sys.executable, "-c", PROGRAM, str(threads), how, str(patience_s)]
+def fork(threads: Path, how: str, timeout_s: float) -> str:
+    command = [sys.executable, "-c", PROGRAM, str(threads), how, str(timeout_s)]
     return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, timeout=250).stdout
 
 

@@ -90,7 +90,7 @@ def test_the_ranks_of_a_host_share_its_cable():
 def test_a_cluster_has_whole_hosts():
     assert Cluster.of_ranks(4, 8, LINK, LINK) == Cluster(1, 4, LINK, LINK)
     assert Cluster.of_ranks(24, 8, LINK, LINK).num_hosts == 3
-    with pytest.raises(ValueError, match="no whole number of hosts"):
+    with pytest.raises(ValueError, match="do not fill a whole number of hosts"):
         Cluster.of_ranks(12, 8, LINK, LINK)
 
 
@@ -153,7 +153,7 @@ def test_efficiency_is_what_is_left_of_the_work_of_one():
 
 
 def training(between: Link) -> Training:
-    """Of 10^8 parameters, with eight ranks on each host."""
+    """Training of 10^8 parameters, with eight ranks on each host."""
     return Training(0.3, Computation.of(0.3, 4e8), 4e8, 8, Link.of(5, 200), between, GIVEN)
 
 

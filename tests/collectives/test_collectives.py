@@ -300,7 +300,7 @@ def barrier_with_a_missing_rank() -> None:
 
 
 @pytest.mark.processes
-def test_a_failed_barrier_says_its_name():
+def test_the_error_of_a_failed_barrier_has_its_name():
     outcome = outcomes_of_ranks(barrier_with_a_missing_rank)[0]
     assert "Rank 0: barrier the meeting failed" in outcome.error
 
@@ -399,5 +399,5 @@ def test_cpu_tensors_are_reduced_and_gathered_over_a_backend_for_gpus():
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_group_can_be_left_at_once_after_a_collective(backend):
-    """In torch 2.5, ``destroy_process_group`` by itself may wait for ever there."""
+    """In torch 2.5, ``destroy_process_group`` alone may wait indefinitely there."""
     assert run_ranks(leave_many_groups, backend) == [100, 100]

@@ -29,7 +29,7 @@ from tests.combinations.training_fabric import train_under_fabric
 from tests.support.horovod_ranks import try_horovod
 from tests.support.ranks import outcomes_of_ranks
 
-#: Of ours, "ddp_ext" for example.
+#: Name of our strategy, for example "ddp_ext".
 OURS = "lightning_strategies_ext"
 Cell = tuple[str, ...]
 #: Strategies of which each rank runs the function of a cell. The others start their processes themselves, or none.
@@ -46,7 +46,7 @@ class Failure:
         text: Its message.
         module: Module that has raised it.
         trace: Its traceback.
-        ends: Whether the ranks had met, so that they cannot go on with the next cell.
+        ends: Whether the ranks had connected, so that they cannot continue with the next cell.
     """
 
     kind: str

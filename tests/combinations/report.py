@@ -38,7 +38,7 @@ def report(results: dict[str, dict[str, list[str]]]) -> str:
     """Returns the page.
 
     Args:
-        results: Of each strategy, of each cell (names joined by " + "), the status and the text of its verdict.
+        results: Results by strategy and cell (names joined by " + "), the status and the text of its verdict.
     """
     of_strategies = [strategy for strategy in STRATEGIES if strategy in results]
     statuses = ("right", "refused", "as alone", "wrong")

@@ -50,7 +50,7 @@ def test_the_fixed_part_has_every_feature():
         assert set(fixed_part(strategy)) <= set(cells_of(strategy))
 
 
-#: Of each closeness, and of what is compared beside parameters.
+#: Tolerance of each closeness, and of values other than parameters.
 SENSITIVE = [(), ("bf16-mixed",), ("EMA", "several stages"), ("manual optimization", "accumulation"), ("LBFGS",)]
 
 

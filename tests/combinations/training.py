@@ -247,7 +247,7 @@ def train(setup: Setup, strategy: Any, devices: Any, directory: Path, fault: str
     Args:
         setup: The training.
         strategy: Makes the strategy; called for each Trainer.
-        devices: Of the Trainer.
+        devices: Devices of the Trainer.
         directory: For checkpoints, the same on all ranks.
         fault: A key of :data:`FAULTS`.
     """

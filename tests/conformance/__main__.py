@@ -55,7 +55,7 @@ def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
     """Runs cases over both backends. What is skipped with gloo is so with ``shm``; what fails is run once more.
 
     Args:
-        names: Of the cases.
+        names: Names of the cases.
         with_gloo: Whether torch's cases run over gloo first; otherwise only those that fail do. Programs always do.
     """
     outcomes: Outcomes = {}

@@ -1,1 +1,1 @@
-"""Ranks that change."""
+"""Tests of elastic training."""

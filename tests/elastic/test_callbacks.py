@@ -6,12 +6,12 @@ import pytest
 from lightning.pytorch.callbacks import ModelPruning
 
 from tests.support.elastic_runs import Run, run_torchrun, run_workers
-from tests.support.elastic_training import Net, joins_later, kill, once
+from tests.support.elastic_script import Net, joins_later, kill, once
 from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes
 
-#: Steps: 45 in epoch 0, 15 in each of the others; the average begins in epoch 2.
+#: Steps: 45 in epoch 0, 15 in each other epoch. Weight averaging begins in epoch 2.
 CALLBACKS: dict[str, dict[str, Any]] = {
     "LearningRateFinder": {"num_training_steps": 30, "early_stop_threshold": None},
     "GradientAccumulationScheduler": {"scheduling": {0: 1, 1: 3}},
@@ -21,7 +21,7 @@ STRATEGY = {"commit_every_n_steps": 6}
 
 
 def finals(run: Run) -> list[dict[str, Any]]:
-    """What the ranks that came to the end of `fit` have then, without what names them."""
+    """Returns the state of each rank at the end of `fit`, without its rank and process."""
     assert run.code == 0, run.output
     keys = "final", "lr", "max_epochs", "step", "accumulated"
     return [{key: line[key] for key in keys} for line in run.having("final")]
@@ -33,7 +33,7 @@ def kill_in_last_epoch(net: Net, at: str) -> None:
         kill(net)
 
 
-def test_restarted_ranks_end_with_what_undisturbed_ranks_have():
+def test_restarted_ranks_have_the_final_state_of_an_undisturbed_run():
     undisturbed = finals(run_torchrun(2, strategy=STRATEGY, callbacks=CALLBACKS))
     assert len(undisturbed) == 2
     assert undisturbed[0] == undisturbed[1]
@@ -42,7 +42,7 @@ def test_restarted_ranks_end_with_what_undisturbed_ranks_have():
     assert finals(run_torchrun(2, *kills, strategy=STRATEGY, callbacks=CALLBACKS)) == undisturbed
 
 
-def test_workers_that_join_end_with_what_the_others_have():
+def test_a_worker_that_joins_has_the_final_state_of_the_others():
     kills = once(kill, rank=1, step=50), once(kill, rank=1, step=80)
     pauses: dict[str, Any] = {"pause_s": 0.05, "pauses_in": [1]}
     run = run_workers(2, *kills, joins_later, strategy=STRATEGY, callbacks=CALLBACKS, **pauses)

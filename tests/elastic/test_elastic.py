@@ -1,6 +1,6 @@
-"""Elastic training: ranks that die, leave and join during ``fit``, under ``horovodrun`` with a discovery script.
+"""Elastic training under ``horovodrun`` with a discovery script: ranks fail, leave, and join during ``fit``.
 
-Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.horovod_commands import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
-from tests.support.elastic_training import (
+from tests.support.elastic_script import (
     NUM_EPOCHS,
     NUM_TRAINED,
     Disturbance,
@@ -25,7 +25,7 @@ from tests.support.elastic_training import (
     stop,
     terminate,
 )
-from tests.support.hosts import NoHostsError, put_ssh, two_hosts, unplug
+from tests.support.namespace_hosts import NoHostsError, put_ssh, two_hosts, unplug
 
 pytestmark = pytest.mark.processes
 
@@ -66,7 +66,7 @@ def change_hosts(net: Net, hosts: tuple[str, ...]) -> None:
 def test_an_undisturbed_run():
     run = run_elastic(strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run, within=0.01)
-    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
     assert [line["seen"] for line in run.having("seen")] == [NUM_TRAINED] * (NUM_EPOCHS + 1) * 2
     first, second = run.having("validated")
     assert first["validated"] == second["validated"]
@@ -75,14 +75,14 @@ def test_an_undisturbed_run():
 def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
     run = run_elastic(once(kill, rank=1, step=70), strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
-    assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last of another `fit`
+    assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last world is that of a second `fit`
     assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
     assert "2 -> 1 ranks: each rank keeps its batch size" in run.output
-    assert len({line["pid"] for line in run.lines}) == 2  # the survivor is the process it was
+    assert len({line["pid"] for line in run.lines}) == 2  # the remaining rank keeps its process
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2)
 
 
-def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
+def test_rank_0_is_killed_with_accumulation_loader_workers_and_a_policy():
     run = run_elastic(
         once(kill, rank=0, step=35),
         strategy={"commit_every_n_steps": 10},
@@ -96,7 +96,7 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2 / 2)
 
 
-def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
+def test_an_added_rank_trains_parameters_that_the_other_has_unfrozen():
     added = once(partial(change_hosts, hosts=(FIRST, SECOND)), rank=0, step=60)
     run = run_elastic(added, hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, unfreezes_at=0)
     check_is_as_good_as_undisturbed(run)
@@ -106,20 +106,20 @@ def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
 
 
 def kill_rank_0_of_three(net: Net, at: str) -> None:
-    is_there = net.size == 3 and net.num_batches >= 5 and net.trainer.global_step >= 90
-    if at == "train" and net.global_rank == 0 and is_there and net.first("kill"):
+    has_joined = net.size == 3 and net.num_batches >= 5 and net.trainer.global_step >= 90
+    if at == "train" and net.global_rank == 0 and has_joined and net.first("kill"):
         kill(net)
 
 
-def test_a_rank_that_is_added_and_one_that_is_killed():
+def test_a_rank_is_added_and_another_is_killed():
     added = once(partial(change_hosts, hosts=(FIRST, SECOND, THIRD)), rank=0, step=60)
     run = run_elastic(added, kill_rank_0_of_three, strategy=STRATEGY, pause_s=0.1, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the global batch size is unchanged, and is divided by 3" in run.output
     sizes = {len(line["samples"]) for line in run.having("samples")}
-    assert {16, 11} <= sizes  # of 32 samples, 16 for each of two and 11 for each of three
-    assert max(sizes) <= 17  # the last of an epoch may have one more
+    assert {16, 11} <= sizes  # of 32 samples: 16 for each of two ranks, and 11 for each of three
+    assert max(sizes) <= 17  # the last batch of an epoch may have one more
 
 
 def test_a_host_loss_is_detected_and_the_other_host_continues(tmp_path):
@@ -141,21 +141,21 @@ def test_a_host_loss_is_detected_and_the_other_host_continues(tmp_path):
     assert "does not respond" in run.output
 
 
-def test_a_rank_that_is_killed_during_a_commit():
+def test_a_rank_is_killed_during_a_commit():
     run = run_elastic(once(kill, rank=1, step=60, during="commit"), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 40)]
     assert "; 20 steps are repeated" in run.output
 
 
-def test_a_rank_that_is_killed_during_validation():
+def test_a_rank_is_killed_during_validation():
     run = run_elastic(once(kill, rank=0, step=50, during="validation"), strategy=STRATEGY, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 80)]
     assert "; 10 steps are repeated" in run.output
 
 
-def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
+def test_a_hung_rank_is_killed():
     run = run_elastic(once(stop, rank=1, step=70), strategy={**STRATEGY, "hang_timeout": 4})
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]
@@ -163,7 +163,7 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
     assert "Killing rank 1 so that the other ranks can continue." in run.output
 
 
-def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
+def test_too_few_ranks_save_a_checkpoint_from_which_fit_continues(tmp_path):
     run = run_elastic(
         once(kill, rank=1, step=70),
         min_ranks=2,
@@ -181,22 +181,22 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
     assert run.worlds == [(2, 0), (1, 60)]
 
 
-def test_a_host_that_is_taken_away():
-    taken_away = once(partial(change_hosts, hosts=(FIRST,)), rank=0, step=60)
-    run = run_elastic(taken_away, strategy=STRATEGY, pause_s=0.1)
+def test_a_host_is_removed():
+    removed = once(partial(change_hosts, hosts=(FIRST,)), rank=0, step=60)
+    run = run_elastic(removed, strategy=STRATEGY, pause_s=0.1)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output
     assert "This rank exits: its host was removed" in run.output
 
 
-def test_a_host_of_two_ranks_of_which_one_is_killed():
+def test_one_of_two_ranks_of_a_host_is_killed():
     run = run_elastic(once(kill, rank=1, step=50), hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank exits: its host was removed, or is blacklisted" in run.output
     assert "TooFewRanksError" not in run.output
-    # A rank saves its state where the driver takes long to find a new world, as on a busy machine, and says so.
+    # On a busy machine the driver may take long to form a world. The rank then saves a checkpoint and logs it.
     assert bool(run.checkpoints) == ("This rank is not part of the next world" in run.output)
 
 
@@ -211,7 +211,7 @@ def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
     assert f"; {num_repeated} steps are repeated" in run.output
 
 
-def test_a_rank_that_raises():
+def test_a_rank_raises_an_exception():
     run = run_elastic(once(fail, rank=0, step=70), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]

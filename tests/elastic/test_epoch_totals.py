@@ -1,4 +1,4 @@
-"""What ranks have added up, taken together in the middle of an epoch and given to one of them, comes to the same."""
+"""Epoch totals: values that are gathered within an epoch and restored have the same result at its end."""
 
 import random
 from typing import Any
@@ -14,22 +14,22 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-BATCH = 2  # before which it is done
+BATCH = 2  # before this batch, the totals are gathered and restored
 
 
 class Counts(MLP):
-    """Logs numbers that are others on each rank, in every way."""
+    """Logs numbers that differ between the ranks, with each reduction."""
 
-    def __init__(self, is_taken: bool, is_odd: bool = False) -> None:
+    def __init__(self, restores_totals: bool, logs_late: bool = False) -> None:
         super().__init__()
-        self.is_taken, self.is_odd = is_taken, is_odd
+        self.restores_totals, self.logs_late = restores_totals, logs_late
         self.numbers = random.Random(0)
         self.metrics = MetricCollection([SumMetric(), MaxMetric(), MinMetric(), MeanMetric()])
         self.confusion = MulticlassConfusionMatrix(3)
         self.totals: Any = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.is_taken and batch_idx == BATCH:
+        if self.restores_totals and batch_idx == BATCH:
             self.totals = EpochTotals.gather(self.trainer, self.trainer.strategy.collectives)
             if self.totals is not None:
                 self.totals.restore(self.trainer, self.global_rank)
@@ -42,7 +42,7 @@ class Counts(MLP):
         self.log("own", number, on_step=False, on_epoch=True)
         self.metrics(number)
         self.log_dict(self.metrics, on_step=False, on_epoch=True)
-        if self.is_odd and (self.global_rank == 0 or batch_idx > BATCH):
+        if self.logs_late and (self.global_rank == 0 or batch_idx > BATCH):
             self.log("late", number, on_step=False, on_epoch=True, sync_dist=True)
         labels = torch.tensor([batch_idx % 3, self.global_rank])
         self.confusion.update(labels.flip(0), labels)
@@ -53,9 +53,9 @@ class Counts(MLP):
         self.confusion.reset()
 
 
-def logged(is_taken: bool, is_odd: bool = False) -> tuple[dict[str, float], Any, bool]:
+def logged(restores_totals: bool, logs_late: bool = False) -> tuple[dict[str, float], Any, bool]:
     torch.manual_seed(0)
-    model = Counts(is_taken, is_odd)
+    model = Counts(restores_totals, logs_late)
     trainer = make_trainer("ddp_ext", max_epochs=2)
     trainer.fit(model, loader())
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -63,7 +63,7 @@ def logged(is_taken: bool, is_odd: bool = False) -> tuple[dict[str, float], Any,
 
 
 def train_both() -> tuple[Any, Any, Any]:
-    return logged(is_taken=False), logged(is_taken=True), logged(is_taken=True, is_odd=True)
+    return logged(restores_totals=False), logged(restores_totals=True), logged(restores_totals=True, logs_late=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,15 @@ def ranks() -> list[Any]:
     return run_ranks(train_both)
 
 
-def test_it_comes_to_the_same(ranks):
-    for (values, confused, _), (values_taken, confused_taken, were_taken), _ in ranks:
-        assert were_taken
-        assert values_taken == pytest.approx(values)
+def test_restored_totals_do_not_change_the_results_of_the_epoch(ranks):
+    for (values, confused, _), (values_restored, confused_restored, has_totals), _ in ranks:
+        assert has_totals
+        assert values_restored == pytest.approx(values)
         assert {"sum", "mean", "max", "min", "own", "SumMetric", "MeanMetric"} <= values.keys()
-        assert confused_taken == confused
+        assert confused_restored == confused
 
 
-def test_where_some_have_logged_what_others_have_not_it_is_not_done(ranks):
-    for (values, *_), _, (values_odd, _, were_taken) in ranks:
-        assert not were_taken
-        assert {name: value for name, value in values_odd.items() if name != "late"} == pytest.approx(values)
+def test_without_the_same_logged_values_on_all_ranks_there_are_no_totals(ranks):
+    for (values, *_), _, (values_late, _, has_totals) in ranks:
+        assert not has_totals
+        assert {name: value for name, value in values_late.items() if name != "late"} == pytest.approx(values)

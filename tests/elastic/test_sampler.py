@@ -1,4 +1,4 @@
-"""How elastic training shares out the samples of an epoch, without processes: every rank's loader in every world."""
+"""Sharding of an epoch's samples in elastic training, without processes: the loader of each rank in each world."""
 
 import random
 from collections import Counter
@@ -19,10 +19,10 @@ def make_loader(num_samples: int, batch_size: int, sampler: Any = None, **kwargs
 
 
 class Worlds:
-    """Goes through an epoch as ranks of one world after another would.
+    """Iterates over an epoch as the ranks of one world after another.
 
     Args:
-        make: Makes a loader.
+        make: Function that creates a loader.
     """
 
     def __init__(self, make: Any) -> None:
@@ -31,7 +31,7 @@ class Worlds:
         self.batches: list[list[int]] = []
 
     def run(self, world_size: int, num_steps: int | None, epoch: int = 0, batch_size: int | None = None) -> None:
-        """Does so many steps in one world, or all that are left."""
+        """Runs the given number of steps in one world, or all remaining ones."""
         done = 0 if self.state is None else self.state["batches"]
         now = [done]
         loaders = [self.make() for _ in range(world_size)]
@@ -49,12 +49,12 @@ class Worlds:
                     self.batches.append(next(iterator)[0].tolist())
         for step, (length, iterator) in enumerate(zip(lengths, iterators, strict=True)):
             if num_steps is None and length > done:
-                assert next(iterator, None) is None, (step, length)  # no more than it says
+                assert next(iterator, None) is None, (step, length)  # the loader has no more batches than its length
         now[0] = last
         self.state = loaders[0].state_dict()
 
 
-def test_each_sample_counts_once_in_whatever_worlds_and_none_is_alone():
+def test_each_sample_is_in_one_batch_and_no_batch_has_a_single_sample():
     chance = random.Random(3)
     for _ in range(300):
         num_samples, batch_size = chance.randint(2, 90), chance.randint(2, 7)
@@ -70,7 +70,7 @@ def test_each_sample_counts_once_in_whatever_worlds_and_none_is_alone():
         assert min(sizes) >= 2, worlds.batches
 
 
-def test_without_a_change_the_order_is_that_of_torchs_distributed_sampler():
+def test_in_one_world_the_order_is_that_of_torchs_distributed_sampler():
     theirs = [list(DistributedSampler(range(32), 2, rank, shuffle=True, seed=5)) for rank in range(2)]
     worlds = Worlds(lambda: make_loader(32, 4))
     worlds.run(2, None)
@@ -79,7 +79,7 @@ def test_without_a_change_the_order_is_that_of_torchs_distributed_sampler():
     ]
 
 
-def test_another_epoch_has_another_order_and_begins_at_its_beginning():
+def test_a_new_epoch_has_another_order_and_starts_with_its_first_sample():
     first, second = Worlds(lambda: make_loader(32, 4)), Worlds(lambda: make_loader(32, 4))
     first.run(2, None, epoch=0)
     second.run(2, None, epoch=1)
@@ -93,7 +93,7 @@ def test_another_epoch_has_another_order_and_begins_at_its_beginning():
     assert len(sampler) == 16
 
 
-def test_batches_of_another_size_go_on_where_the_others_have_ended():
+def test_a_world_with_another_batch_size_continues_with_the_remaining_samples():
     worlds = Worlds(lambda: make_loader(60, 6))
     worlds.run(2, 2)
     worlds.run(3, None, batch_size=4)
@@ -101,14 +101,14 @@ def test_batches_of_another_size_go_on_where_the_others_have_ended():
     assert {len(batch) for batch in worlds.batches} == {6, 4}
 
 
-def test_what_fills_no_batch_is_dropped_where_the_user_wants_that():
+def test_with_drop_last_an_incomplete_batch_is_dropped():
     worlds = Worlds(lambda: make_loader(30, 4, drop_last=True))
     worlds.run(2, None)
     assert [len(batch) for batch in worlds.batches] == [4] * 6
 
 
 @pytest.mark.parametrize("has_generator", [False, True])
-def test_a_sampler_of_the_users_draws_the_same_on_all_ranks(has_generator):
+def test_a_custom_sampler_has_the_same_order_on_all_ranks(has_generator):
     def make() -> DataLoader:
         # A rank that joins has a generator in another state.
         generator = torch.Generator().manual_seed(random.randrange(1000)) if has_generator else None
@@ -122,7 +122,7 @@ def test_a_sampler_of_the_users_draws_the_same_on_all_ranks(has_generator):
     assert worlds.batches[0] != sorted(worlds.batches[0])
 
 
-def test_a_rank_for_which_nothing_is_left_has_a_batch_to_shadow_with():
+def test_a_rank_without_remaining_samples_has_a_batch_for_shadowing():
     loader = make_loader(20, 4)
     sampler = shard_loader(loader, 1, 2, lambda given: given, lambda: 0)
     sampler.load_state_dict({"epoch": 0, "samples": 17, "batches": 2})
@@ -131,7 +131,7 @@ def test_a_rank_for_which_nothing_is_left_has_a_batch_to_shadow_with():
 
 
 @pytest.mark.parametrize("is_again", [False, True])
-def test_a_loader_of_the_users_own_can_come_again(is_again):
+def test_a_loader_object_can_be_sharded_again(is_again):
     loader = make_loader(20, 4)
     shard_loader(loader, 0, 2, lambda given: 2 * given, lambda: 0)
     if is_again:

@@ -1,6 +1,6 @@
-"""Workers of ``fit`` that die, with ``ddp_spawn_elastic_ext``: the others go on, and a new one joins them.
+"""Workers that exit during ``fit``, with ``ddp_spawn_elastic_ext``: the others continue, and a new worker joins them.
 
-Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
 """
 
 import signal
@@ -19,7 +19,7 @@ from tests.support.elastic_runs import (
     check_is_as_good_as_undisturbed,
     run_workers,
 )
-from tests.support.elastic_training import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
+from tests.support.elastic_script import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
 from tests.support.models import MLP, fit
 from tests.support.ranks import run_script
 
@@ -32,7 +32,7 @@ def sizes_of(run: Run) -> list[int]:
 def test_an_undisturbed_run_and_other_stages_after_it():
     run = run_workers(2, strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run, within=0.01)
-    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
 
 
 @pytest.mark.processes
@@ -48,8 +48,8 @@ def test_a_killed_worker_is_restarted_and_joins(rank, compression):
     assert "with 2 ranks (1 new)" in run.output
     assert "; 0 steps are repeated" in run.output
     assert f"restarting worker {rank} (" in run.output
-    assert len({line["pid"] for line in run.having("samples")}) == 3  # the survivor is the process it was
-    # Of the devices each has the one that it had, whatever its rank is now, and the new one that of the dead one.
+    assert len({line["pid"] for line in run.having("samples")}) == 3  # the remaining worker keeps its process
+    # Each worker keeps its device when its rank changes. The new worker has that of the killed one.
     assert {(line["rank"], line["world"], line["slot"]) for line in run.having("slot")} == {
         *((0, 2, 0), (1, 2, 1)),
         *((0, 1, 1 - rank), (0, 2, 1 - rank), (1, 2, rank)),
@@ -77,7 +77,7 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
 
 
 @pytest.mark.processes
-def test_a_worker_that_is_killed_during_a_commit():
+def test_a_worker_is_killed_during_a_commit():
     run = run_workers(2, once(kill, rank=1, step=60, during="commit"), joins_later, strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 40)]
@@ -85,7 +85,7 @@ def test_a_worker_that_is_killed_during_a_commit():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backend):
+def test_a_worker_is_killed_during_validation_in_manual_optimization(backend):
     killed = once(kill, rank=0, step=50, during="validation")
     strategy = {**STRATEGY, "process_group_backend": backend}
     run = run_workers(2, killed, joins_later, strategy=strategy, is_manual=True)
@@ -99,7 +99,7 @@ def kill_the_first_replacement(net: Net, at: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_new_worker_that_is_killed_before_it_has_joined():
+def test_a_new_worker_is_killed_before_it_has_joined():
     disturbances = once(kill, rank=1, step=70), kill_the_first_replacement, joins_later
     run = run_workers(2, *disturbances, strategy=STRATEGY, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
@@ -140,13 +140,13 @@ def test_a_collective_by_one_worker_alone_ends_fit():
 
 
 def kill_rank_0_when_its_replacement_has_joined(net: Net, at: str) -> None:
-    is_again = net.has_happened("process 2") and net.size == 2
-    if at == "train" and net.global_rank == 0 and is_again and net.first("kill again"):
+    has_joined = net.has_happened("process 2") and net.size == 2
+    if at == "train" and net.global_rank == 0 and has_joined and net.first("kill again"):
         kill(net)
 
 
 @pytest.mark.processes
-def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
+def test_more_than_max_restarts_end_fit_with_the_first_failure():
     disturbances = once(kill, rank=0, step=30), kill_rank_0_when_its_replacement_has_joined
     run = run_workers(2, *disturbances, strategy={**STRATEGY, "max_restarts": 1}, **UNTIL_IT_JOINS)
     assert run.code != 0
@@ -160,14 +160,14 @@ def kill_the_last_rank(net: Net, at: str) -> None:
 
 
 @pytest.mark.processes
-def test_all_that_have_a_state_are_killed():
+def test_all_workers_with_a_commit_are_killed():
     run = run_workers(2, once(kill, rank=0, step=30), kill_the_last_rank, joins_later, strategy=STRATEGY)
     assert run.code != 0
     assert "No other worker has a state to continue from" in run.output
 
 
 @pytest.mark.processes
-def test_an_exception_is_no_death():
+def test_an_exception_restarts_no_worker():
     run = run_workers(2, once(fail, rank=1, step=30), strategy=STRATEGY)
     assert run.code != 0
     assert "rank 1" in run.output
@@ -176,13 +176,13 @@ def test_an_exception_is_no_death():
 
 
 @pytest.mark.processes
-def test_fewer_workers_than_there_must_be_wait_for_the_new_one():
+def test_fewer_than_min_workers_wait_for_a_new_one():
     run = run_workers(2, once(kill, rank=1, step=70), strategy={**STRATEGY, "min_workers": 2})
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 60)]
 
 
-ASKED_TO_STOP = """
+SIGNALS_MAIN_PROCESS = """
 import os
 import signal
 import sys
@@ -192,7 +192,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from tests.support.models import MLP, loader, make_trainer
 
 
-class Asks(MLP):
+class SignalsMainProcess(MLP):
     def __init__(self):
         super().__init__()
         self.main = os.getpid()
@@ -206,15 +206,15 @@ class Asks(MLP):
 if __name__ == "__main__":
     saving = OnExceptionCheckpoint(sys.argv[2])
     trainer = make_trainer("ddp_spawn_elastic_ext", max_epochs=-1, callbacks=[saving], enable_checkpointing=True)
-    trainer.fit(Asks(), loader())
+    trainer.fit(SignalsMainProcess(), loader())
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, number: signal.Signals):
+def test_a_signal_to_the_main_process_stops_fit_and_returns_the_state(tmp_path: Path, number: signal.Signals):
     script = tmp_path / "script.py"
-    script.write_text(ASKED_TO_STOP)
+    script.write_text(SIGNALS_MAIN_PROCESS)
     result = run_script(script, str(int(number)), tmp_path)
     assert "is lost" not in result.stdout, result.stdout
     assert result.returncode == {signal.SIGINT: 1, signal.SIGTERM: 0}[number], result.stdout  # as without elastic
@@ -236,13 +236,13 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
         ({"elastic": False}, TypeError, "elastic=False"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
+def test_invalid_arguments_are_errors_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         DDPSpawnElasticStrategy(**arguments)
 
 
 class ShortOfMemory(MLP):
-    """A model whose commits have some 2,000 bytes, in workers that have 3,000 left together."""
+    """A model whose commits have about 2,000 bytes, in workers that have 3,000 bytes of free memory together."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -250,14 +250,14 @@ class ShortOfMemory(MLP):
 
 
 @pytest.mark.processes
-def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
+def test_a_commit_that_does_not_fit_ends_fit_with_an_error():
     with pytest.raises(
         commit.CommitTooLargeError, match=r"each of the 2 ranks of this host stores one; 0\.0 GiB .*`devices="
     ):
         fit(DDPSpawnElasticStrategy(commit_every_n_steps=2), ShortOfMemory, max_epochs=1)
 
 
-def test_the_argument_makes_the_class_and_its_options_need_it():
+def test_elastic_selects_the_class_and_other_options_require_it():
     assert type(DDPSpawnStrategy(elastic=True, min_workers=2, max_restarts=0)) is DDPSpawnElasticStrategy
     with pytest.raises(ValueError, match="max_restarts=1"):
         DDPSpawnStrategy(max_restarts=1)

@@ -1,6 +1,6 @@
-"""Ranks that torchrun starts anew, with ``ddp_elastic_ext``: ``fit`` goes on from the memory of the host.
+"""Ranks that torchrun restarts, with ``ddp_elastic_ext``: ``fit`` continues from the memory of the host.
 
-Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
 """
 
 import os
@@ -17,14 +17,14 @@ import torch
 from lightning_strategies_ext import DDPElasticStrategy
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
-from lightning_strategies_ext.elastic.fd_store import RUN_ID, TorchrunJob
-from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, layout_of
+from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
+from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
-from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
+from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
 from tests.support.ranks import kill_tree, run_command, start_script
 
-#: The first layers are trained from the second epoch on.
+#: The first layers are frozen in the first epoch.
 UNFREEZING = {"strategy": STRATEGY, "unfreezes_at": 1}
 
 
@@ -34,7 +34,7 @@ def undisturbed() -> Run:
 
 
 def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
-    """Whether weights and means over epochs have the same bits, with dropout and the order of samples."""
+    """Checks that weights and epoch means are bitwise identical, which includes dropout and the order of samples."""
     assert run.ends[0]["weights"] == undisturbed.ends[0]["weights"]
     assert run.logged() == undisturbed.logged()
 
@@ -59,7 +59,7 @@ def test_two_at_once_with_accumulation_and_a_policy():
         policy={"KeepGlobalBatch": {}},
     )
     check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
-    # On a busy machine torchrun may end one of the two before it comes to its step, which it does in the next world.
+    # On a busy machine, torchrun may terminate one of the two before step 35. It is then killed in the next world.
     assert run.worlds in ([(3, 0), (3, 30)], [(3, 0), (3, 30), (3, 30)])
 
 
@@ -75,7 +75,7 @@ def test_manual_optimization_survives_a_kill_in_a_commit_and_one_before_the_rejo
     run = run_torchrun(2, first, kill_the_restarted_rank_1, strategy=strategy, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[0] == (2, 0)
-    assert run.worlds[1][1] in (40, 60)  # the other may have had the time
+    assert run.worlds[1][1] in (40, 60)  # the other rank may have completed the commit at step 60
 
 
 @pytest.mark.processes
@@ -89,40 +89,40 @@ def test_a_sigterm_to_one_rank_lets_all_ranks_commit_before_the_restart(undistur
 
 
 @pytest.mark.processes
-def test_one_that_is_lost_before_the_first_step_begins_again():
+def test_after_a_loss_before_the_first_step_training_starts_again():
     run = run_torchrun(2, once(kill, rank=1, during="setup"), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0)]
 
 
-def forget(net: Net) -> None:
-    """Kills the process that keeps the commits, and this rank."""
+def kill_with_store(net: Net) -> None:
+    """Kills the descriptor store and this rank."""
     job = TorchrunJob.of_this_process()
     assert job is not None
-    for process in stores_below(job.file):
+    for process in stores_below(job.address_file):
         process.kill()
     kill(net)
 
 
 @pytest.mark.processes
 def test_without_commits_training_continues_from_disk():
-    run = run_torchrun(2, once(forget, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
+    run = run_torchrun(2, once(kill_with_store, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 90)]  # the end of the second epoch
     assert "No host has a commit of this `fit`" in run.output
 
 
 def kill_rank_1_in_validate(net: Net, at: str) -> None:
-    is_there = at == "validation" and net.trainer.state.fn == "validate"
-    if is_there and net.global_rank == 1 and net.first("kill"):
+    is_in_validate = at == "validation" and net.trainer.state.fn == "validate"
+    if is_in_validate and net.global_rank == 1 and net.first("kill"):
         kill(net)
 
 
 @pytest.mark.processes
-def test_what_is_lost_after_fit_trains_nothing_again():
+def test_after_a_loss_in_a_later_stage_no_step_is_repeated():
     run = run_torchrun(2, kill_rank_1_in_validate, strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
-    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
     assert len({line["pid"] for line in run.lines}) == 4
 
 
@@ -214,13 +214,13 @@ while os.getppid() == parent and time.monotonic() < until:
 
 
 def stores_below(path: Path) -> list[psutil.Process]:
-    """The descriptor stores with this file, or with one below this directory."""
+    """Returns the descriptor stores with this address file, or with one below this directory."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     return [process for process, command in commands.items() if any(str(path) in part for part in command[3:])]
 
 
 def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
-    """Starts torchrun with a rank that has given memory to a descriptor store and lives for a time."""
+    """Starts torchrun with a rank that sends memory to a descriptor store and exits after the given time."""
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
@@ -230,7 +230,7 @@ def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
-def test_the_descriptor_store_ends_with_the_agent(tmp_path: Path, ending: str):
+def test_the_descriptor_store_exits_with_the_agent(tmp_path: Path, ending: str):
     cache = tmp_path / "cache"
     agent = start_agent(tmp_path, 1 if ending == "by itself" else 100)
     try:
@@ -242,12 +242,12 @@ def test_the_descriptor_store_ends_with_the_agent(tmp_path: Path, ending: str):
     finally:
         kill_tree(agent.pid)
     deadline = time.monotonic() + 30
-    while left := [*stores_below(cache), *(cache / "fd-stores").iterdir()]:
-        assert time.monotonic() < deadline, left
+    while remaining := [*stores_below(cache), *(cache / "fd-stores").iterdir()]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 
-ASK = r"""
+REQUEST = r"""
 import os, socket, sys
 os.setgroups([]), os.setgid(65_500), os.setuid(65_500)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -262,7 +262,7 @@ except OSError:
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_the_descriptor_store_gives_nothing_to_another_user(tmp_path: Path):
+def test_the_descriptor_store_rejects_another_user(tmp_path: Path):
     agent = start_agent(tmp_path, 100)
     try:
         assert "is stored\n" in agent.stdout
@@ -270,8 +270,8 @@ def test_the_descriptor_store_gives_nothing_to_another_user(tmp_path: Path):
         assert file.stat().st_mode & 0o77 == 0
         address = file.read_text()
         assert tmp_path.name not in address
-        asked = run_command(sys.executable, "-c", ASK, address)
-        assert asked.stdout.split()[-1] in ("b''", "closed"), asked.stdout
+        result = run_command(sys.executable, "-c", REQUEST, address)
+        assert result.stdout.split()[-1] in ("b''", "closed"), result.stdout
     finally:
         kill_tree(agent.pid)
 
@@ -282,15 +282,15 @@ PLACEHOLDERS = [
 ]
 
 
-def test_a_commit_that_was_cut_short_is_none():
-    starts_at = layout_of(PLACEHOLDERS)[1]
-    memory = CommitMemory.create(starts_at)
+def test_an_incomplete_commit_is_detected():
+    end = tensor_offsets(PLACEHOLDERS)[1]
+    memory = CommitMemory.create(end)
     assert memory.batches == -1
     memory.begin_write()
     memory.tensors(PLACEHOLDERS)[0].fill_(2.0)
-    memory.finish_write(7, starts_at, b"\x80\x04K\x01.")
+    memory.finish_write(7, end, b"\x80\x04K\x01.")
     memory.steps_done = 9
-    found = CommitMemory(os.dup(memory.fd))  # as another process has it
+    found = CommitMemory(os.dup(memory.fd))  # as in another process
     assert (found.batches, found.steps_done, found.metadata()) == (7, 9, 1)
     assert found.tensors(PLACEHOLDERS)[0].tolist() == [[2.0] * 5] * 3
     memory.begin_write()
@@ -299,7 +299,7 @@ def test_a_commit_that_was_cut_short_is_none():
         each.close()
 
 
-def test_one_that_does_not_fit_is_refused():
+def test_a_commit_that_does_not_fit_is_an_error():
     with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
         CommitMemory.create(1 << 50)
 
@@ -307,8 +307,8 @@ def test_one_that_does_not_fit_is_refused():
 # --- arguments ---
 
 
-def test_without_torchrun_it_says_how_to_start(monkeypatch):
-    monkeypatch.delenv(RUN_ID, raising=False)
+def test_without_torchrun_the_error_has_the_command(monkeypatch):
+    monkeypatch.delenv(RUN_ID_VARIABLE, raising=False)
     with pytest.raises(StrategyUnavailableError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
         DDPElasticStrategy()
 
@@ -322,7 +322,7 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch):
         ({"scale_learning_rate": 2}, TypeError, "scale_learning_rate"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(monkeypatch, arguments, error, message):
+def test_invalid_arguments_are_errors(monkeypatch, arguments, error, message):
     monkeypatch.setattr(TorchrunJob, "of_this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
     with pytest.raises(error, match=message):
         DDPElasticStrategy(**arguments)

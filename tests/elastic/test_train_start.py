@@ -27,12 +27,12 @@ pytestmark = pytest.mark.processes
 
 @dataclass
 class Plan:
-    """What happens in a run.
+    """Events of a run.
 
     Attributes:
-        directory: Where processes leave marks and results.
-        signum: Which signal workers send to themselves, once, before step 3.
-        ranks: The workers that do.
+        directory: Directory for the marks and results of processes.
+        signum: Signal that workers send to themselves, once, before step 3.
+        ranks: Ranks of these workers.
         worlds: Sizes of the worlds of a worker that remains; it stops in the last one.
         later_width: Outputs of the layer that is added after the signal.
     """
@@ -45,7 +45,7 @@ class Plan:
 
 
 class Extended(pl.LightningModule):
-    """Adds a layer with a parameter group of its own in ``on_train_start``."""
+    """Adds a layer with its own parameter group in ``on_train_start``."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Extended(pl.LightningModule):
 
 
 def run(plan: Plan, **arguments: Any) -> list[dict[str, Any]]:
-    """Runs it, and returns what the ranks of the last world have left."""
+    """Runs the plan, and returns the results of the ranks of the last world."""
     fit(DDPSpawnElasticStrategy(commit_every_n_steps=1, **arguments), lambda: Extended(plan), max_epochs=-1)
     ends = [json.loads(path.read_text()) for path in sorted(plan.directory.glob("end*"))]
     assert ends[0]["worlds"] == [*plan.worlds]
@@ -124,7 +124,7 @@ def test_a_worker_that_joins_has_the_state_of_a_layer_that_on_train_start_adds(
     assert joined["worlds"][-1] == 2
     assert joined["batches"] == 3
     if signum == signal.SIGTERM:
-        assert survivor["batches"] == survivor["steps"]  # none is repeated
+        assert survivor["batches"] == survivor["steps"]  # no step is repeated
 
 
 def test_a_worker_that_adds_another_layer_cannot_join_and_the_other_continues(

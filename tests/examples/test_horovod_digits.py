@@ -1,4 +1,4 @@
-"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and goes on without a rank that was killed."""
+"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and continues without a rank that was killed."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def test_two_ranks_of_horovodrun() -> None:
     assert number(result.stdout, ACCURACY) > 0.9
 
 
-def test_one_goes_on_when_the_other_is_killed(tmp_path: Path) -> None:
+def test_one_rank_continues_when_the_other_rank_is_killed(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(f"{FIRST}:1\n{SECOND}:1\n")
     output, code = run_and_kill_rank_1({**ENVIRONMENT, "TRAINING_HOSTS": str(hosts)})

@@ -25,14 +25,14 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardAg", "ra
 
 @pytest.fixture
 def directory() -> Iterator[str]:
-    """For Ray's files, which nobody removes after a SIGKILL; pytest's have paths that are too long for its sockets."""
+    """Directory for Ray's files, which remain after a SIGKILL; pytest's paths are too long for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as directory:
         yield directory
 
 
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
 def test_it_trains_and_leaves_nothing_behind(ending, directory):
-    """All that it started is gone when it is: workers, and Ray, which nobody else could have reached."""
+    """All processes of the program exit with it: workers, and Ray, which no other process could reach."""
     epochs = "3" if ending == "by itself" else "10000"
     job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory})
     limit = threading.Timer(PROGRAM_S, kill_tree, [job.pid])

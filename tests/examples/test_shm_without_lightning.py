@@ -35,7 +35,7 @@ def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path:
     assert rows(ours)["fingerprint of the weights"] == rows(theirs)["fingerprint of the weights"]
 
 
-def test_without_torchrun_it_says_how_to_start_it() -> None:
+def test_without_torchrun_the_error_contains_the_command() -> None:
     result = run_script(EXAMPLES / "shm_without_lightning.py", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 examples/shm_without_lightning.py" in result.stdout

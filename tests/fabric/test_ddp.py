@@ -106,7 +106,7 @@ def test_one_example_trains_with_each_strategy(strategy, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_a_launched_function_trains_as_scripts_do_and_its_value_comes_back(name):
+def test_a_launched_function_trains_as_scripts_do_and_its_value_is_returned(name):
     ((expected, _, total), _), *_ = run_ranks(train_under_fabric_with_both)
     weights, module, sum_of_losses = Fabric(strategy=name, devices=2, accelerator="cpu").launch(train)
     assert module == FabricDDPStrategy.__module__

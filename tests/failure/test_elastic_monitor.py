@@ -216,13 +216,13 @@ def linked_monitors() -> Iterator[tuple[list[ElasticMonitor], list[threading.Eve
         yield monitors, are_aborted
     finally:
         for monitor in monitors:
-            monitor.leave_world(agreed=True)
+            monitor.leave_world(is_coordinated=True)
 
 
 @pytest.mark.parametrize("lost", range(NUM_RANKS))
 def test_collectives_of_the_peers_are_aborted_after_a_rank_leaves_without_agreement(lost: int):
     with linked_monitors() as (monitors, are_aborted):
-        monitors[lost].leave_world(agreed=False)
+        monitors[lost].leave_world(is_coordinated=False)
         for rank in {*range(NUM_RANKS)} - {lost}:
             assert are_aborted[rank].wait(LIMIT_S)
         assert not are_aborted[lost].is_set()
@@ -230,8 +230,8 @@ def test_collectives_of_the_peers_are_aborted_after_a_rank_leaves_without_agreem
 
 def test_nothing_is_aborted_after_a_rank_leaves_with_the_others():
     with linked_monitors() as (monitors, are_aborted):
-        monitors[1].leave_world(agreed=True)
-        monitors[1].leave_world(agreed=True)
+        monitors[1].leave_world(is_coordinated=True)
+        monitors[1].leave_world(is_coordinated=True)
         assert not any(is_aborted.wait(0.5) for is_aborted in are_aborted)
 
 
@@ -263,12 +263,12 @@ def test_collectives_are_aborted_once_another_process_of_the_host_has_exited():
     monitor.enter_world(0, peers, abort, tracks_exits=True)
     after_leaving.enter_world(0, peers, never.set, tracks_exits=True)
     assert not is_aborted.wait(0.2)
-    after_leaving.leave_world(agreed=True)
+    after_leaving.leave_world(is_coordinated=True)
     os.kill(other.pid, signal.SIGKILL)
     assert is_aborted.wait(LIMIT_S)
     other.wait()
     monitor._thread.stop()  # after another check
-    monitor.leave_world(agreed=False)
+    monitor.leave_world(is_coordinated=False)
     assert calls == ["lightning-strategies-ext failure monitor"]
     assert not never.is_set()
 
@@ -288,7 +288,7 @@ def detect_everything(port: int) -> tuple[int, list[int]]:
         monitor.enter_world(rank, peers, lambda: None, tracks_exits=True, link_store=of_world)
         monitor.start_hang_detection(of_world, rank, peers, CollectiveProgress(), HANG_TIMEOUT_S, lambda: "step 3")
         found.append(num_monitor_threads())
-        monitor.leave_world(agreed=True)
+        monitor.leave_world(is_coordinated=True)
         found.append(num_monitor_threads())
     monitor.stop_hang_detection()
     store.add("left", 1)

@@ -184,7 +184,7 @@ class Run:
         return [json.loads((self.directory / f"end{rank}").read_text()) for rank in range(2)]
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the run that have not ended, whoever their parent is."""
+        """The processes of the run that have not exited, whatever their parent is."""
         processes = psutil.process_iter(["cmdline"])
         return [process for process in processes if str(self.script) in (process.info["cmdline"] or [])]
 
@@ -483,7 +483,7 @@ def fit_and_then_fail_on_rank_1(directory: Path) -> None:
     if trainer.global_rank == 1:
         (directory / "fails").touch()
         raise KeyError("no such file")
-    while not (directory / "go on").exists():
+    while not (directory / "continue").exists():
         time.sleep(0.05)
 
 
@@ -493,7 +493,7 @@ def test_a_failure_of_a_script_after_the_last_stage_is_reported(start, tmp_path)
     while not (tmp_path / "fails").exists() or len(run.processes()) > 1:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    (tmp_path / "go on").touch()
+    (tmp_path / "continue").touch()
     exit_code, output = run.end(timeout_s=300)
     assert exit_code == 1, output
     assert "rank 1 on " in output, output

@@ -20,6 +20,7 @@ from lightning_strategies_ext import (
     DDPRayStrategy,
     DDPSpawnStrategy,
     DDPStrategy,
+    HorovodStrategy,
     RankFailedError,
     WorkerRaisedError,
 )
@@ -31,7 +32,7 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 #: Longer than a write to a file takes on a busy disk, and the start of a loader's worker on busy cores.
 HANG_TIMEOUT_S = 4.0
 LONGER_S = 6.0
-#: Of all ranks; known in each of them.
+#: Values of all ranks, which each rank knows.
 pids: list[int] = []
 
 
@@ -79,7 +80,7 @@ def sleep_for_ever(model: MLP) -> None:
 
 
 def stop_all(model: MLP) -> None:
-    """Stops both ranks, as somebody does who wants the cores for a while; a child lets them go on."""
+    """Stops both ranks, as a scheduler does to use the cores for a while; a child process continues them."""
     ranks = [psutil.Process(pid) for pid in pids]
     if os.fork() == 0:
         for rank in ranks:
@@ -237,6 +238,8 @@ def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
         (DDPRayStrategy, "placement", "placement_strategy"),
         (DataParallelStrategy, "take_turns", "sequential"),
         (ours.DataParallelStrategy, "take_turns", "sequential"),
+        (HorovodStrategy, "patience", "hang_timeout"),
+        (ours.HorovodStrategy, "patience", "hang_timeout"),
         (CommunicationMonitor, "directory", "dirpath"),
         (CommunicationMonitor, "picture", "plot"),
     ],
@@ -244,3 +247,21 @@ def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
 def test_an_old_name_of_an_argument_is_rejected_with_the_new_one(kind, old, new):
     with pytest.raises(TypeError, match=rf"`{kind.__name__}\({old}=...\)`: .* Use `{new}=...`."):
         kind(**{old: 60})
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        (DDPStrategy, "part_of_store", "prefix_store"),
+        (DDPStrategy, "around_stage", "wrap_stage"),
+        (DDPStrategy, "has_met", "has_joined"),
+        (ours.DDPStrategy, "stopping_together", "coordinated_stop"),
+        (ours.DDPStrategy, "explained", "explain_exception"),
+    ],
+)
+def test_an_old_name_of_a_method_is_rejected_with_the_new_one(kind, old, new):
+    strategy = kind()
+    with pytest.raises(AttributeError, match=rf"`DDPStrategy.{old}` was renamed. Use `{new}`."):
+        getattr(strategy, old)
+    assert hasattr(strategy, new)
+    assert not hasattr(strategy, old)

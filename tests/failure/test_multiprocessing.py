@@ -1,7 +1,6 @@
 """Ranks that the user starts with multiprocessing: such a process exits without ``atexit`` and ``sys.excepthook``.
 
-One that comes to its end in good order is not taken for one that was killed, and what nobody catches is said to the
-others.
+A process that exits regularly does not count as killed, and an uncaught exception is reported to the other ranks.
 """
 
 import re

@@ -161,7 +161,7 @@ def test_a_connection_without_the_token_is_rejected_and_does_not_replace_a_rank(
         with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
             stranger.sendall(said)
         wait(hub, 0.1)
-    silent = []  # who say nothing hold nobody up
+    silent = []  # connections that send nothing delay no other
     for _ in range(10):
         silent.append(socket.create_connection(("127.0.0.1", hub.port)))
         wait(hub, 0.02)
@@ -255,9 +255,9 @@ def centers(monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callabl
     ends = [Ends(), Ends()]
     for rank, secret in enumerate(secrets):
         monkeypatch.setenv(SECRET, secret)
-        center = CoordinatorEndpoint(store, "center", peers, rank, [1], ends[rank])
+        endpoint = CoordinatorEndpoint(store, "center", peers, rank, [1], ends[rank])
         store.set("center", change(store.get("center").decode()))
-    center.connect()
+    endpoint.connect()
     for _ in range(100):
         wait(ends[0], 0.1 if not ends[0].ranks else 0.0)
     return ends

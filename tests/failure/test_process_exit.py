@@ -46,7 +46,7 @@ from lightning_strategies_ext.failure import process_exit
 
 reader, writer = os.pipe()
 file = os.fdopen(writer, "wb", buffering=1 << 20)
-file.write(bytes((1 << 20) - 1))  # more than the pipe holds, and nobody reads it
+file.write(bytes((1 << 20) - 1))  # more than the capacity of the pipe, which no process reads
 process_exit.exit_within(0.5)
 """
 

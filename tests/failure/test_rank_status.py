@@ -33,9 +33,9 @@ COMPUTES = replace(SLEEPS, idle_s=0)
 MOVES = replace(SLEEPS, unchanged_s=0, idle_s=0)
 
 
-def stuck(*signs: RankStatus, silence: dict[int, float] | None = None) -> tuple[int, ...]:
-    by_rank = {rank: replace(sign, rank=rank) for rank, sign in enumerate(signs)}
-    return hung_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(silence or {})}, HANG_TIMEOUT_S)
+def stuck(*statuses: RankStatus, ages: dict[int, float] | None = None) -> tuple[int, ...]:
+    by_rank = {rank: replace(status, rank=rank) for rank, status in enumerate(statuses)}
+    return hung_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(ages or {})}, HANG_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,17 @@ def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
     [
         (WAITS, MOVES, "it moves, as in a validation on one rank alone"),
         (WAITS, COMPUTES, "it computes, or reads, within one call"),
-        (WAITS, replace(SLEEPS, is_in_debugger=True), "somebody debugs it"),
+        (WAITS, replace(SLEEPS, is_in_debugger=True), "it is in a debugger"),
         (WAITS, replace(SLEEPS, idle_s=299), "it has not slept for long enough"),
-        (replace(WAITS, in_collective_s=299, unchanged_s=299), SLEEPS, "nobody has waited for long enough"),
-        (SLEEPS, SLEEPS, "nobody waits: all read from a slow disk, say"),
-        (MOVES, SLEEPS, "nobody waits"),
+        (replace(WAITS, in_collective_s=299, unchanged_s=299), SLEEPS, "no rank has waited for long enough"),
+        (SLEEPS, SLEEPS, "no rank waits: all read from a slow disk, for example"),
+        (MOVES, SLEEPS, "no rank waits"),
         (replace(WAITS, state="failed"), SLEEPS, "one has failed: they end for that"),
-        (replace(WAITS, state="exited"), replace(SLEEPS, stage=9), "one has ended before: the watch sees it otherwise"),
+        (
+            replace(WAITS, state="exited"),
+            replace(SLEEPS, stage=9),
+            "one has exited before: detected otherwise",
+        ),
         (replace(MOVES, state="finished"), MOVES, "it is still at its stage, and moves"),
         (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have ended the stage"),
     ],
@@ -79,9 +83,9 @@ def test_an_active_rank_keeps_inactive_ranks_from_being_hung():
 
 
 def test_an_unresponsive_rank_is_hung_whatever_its_last_status():
-    assert stuck(WAITS, MOVES, silence={1: 301}) == (1,)
-    assert stuck(WAITS, MOVES, silence={1: 299}) == ()
-    assert stuck(replace(WAITS, in_collective_s=400), MOVES, silence={0: 301}) == ()  # then nobody is there who waits
+    assert stuck(WAITS, MOVES, ages={1: 301}) == (1,)
+    assert stuck(WAITS, MOVES, ages={1: 299}) == ()
+    assert stuck(replace(WAITS, in_collective_s=400), MOVES, ages={0: 301}) == ()  # no rank waits then
 
 
 def test_ranks_that_all_wait_for_each_other_are_hung():
@@ -91,10 +95,10 @@ def test_ranks_that_all_wait_for_each_other_are_hung():
 def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
     left = replace(MOVES, state="finished", in_collective_s=301)
     assert stuck(left, SLEEPS) == (1,)
-    assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 301}) == (1,)  # whose process has ended since
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # whose process has ended since
     # It may have waited for the other, which had not ended the stage then, and be about to say that it moves again.
     assert stuck(replace(left, in_collective_s=299), SLEEPS) == ()
-    assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 299}) == ()
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 299}) == ()
 
 
 def test_sleep_between_stages_is_a_hang_once_a_peer_waits_in_the_next_stage():
@@ -124,8 +128,8 @@ def test_a_rank_at_the_same_line_in_another_collective_is_active():
     look()
     assert look().unchanged_s == HANG_TIMEOUT_S
     progress.num = 1
-    sign = look()
-    assert (sign.num_started, sign.unchanged_s, sign.idle_s, sign.in_collective_s) == (1, 0, 0, 0)
+    status = look()
+    assert (status.num_started, status.unchanged_s, status.idle_s, status.in_collective_s) == (1, 0, 0, 0)
     assert look().unchanged_s == HANG_TIMEOUT_S
     local.own.state = "finished"
     assert [look().in_collective_s, look().in_collective_s] == [0, HANG_TIMEOUT_S]
@@ -133,11 +137,11 @@ def test_a_rank_at_the_same_line_in_another_collective_is_active():
 
 
 def test_heartbeat_ages_count_only_time_in_which_this_process_ran():
-    silence = HeartbeatAges()
-    silence.update({0: RankStatus(0, heartbeat=1), 1: RankStatus(1, heartbeat=1)}, 0.25)
-    silence.update({0: RankStatus(0, heartbeat=2), 1: RankStatus(1, heartbeat=1)}, 0.25)
-    silence.update({0: RankStatus(0, heartbeat=3), 1: RankStatus(1, heartbeat=1)}, 0.5)
-    assert silence.age_s == {0: 0.0, 1: 0.75}
+    ages = HeartbeatAges()
+    ages.update({0: RankStatus(0, heartbeat=1), 1: RankStatus(1, heartbeat=1)}, 0.25)
+    ages.update({0: RankStatus(0, heartbeat=2), 1: RankStatus(1, heartbeat=1)}, 0.25)
+    ages.update({0: RankStatus(0, heartbeat=3), 1: RankStatus(1, heartbeat=1)}, 0.5)
+    assert ages.age_s == {0: 0.0, 1: 0.75}
 
 
 def test_the_first_failure_is_the_earliest_that_any_rank_knows():
@@ -150,22 +154,22 @@ def test_the_first_failure_is_the_earliest_that_any_rank_knows():
 @pytest.mark.parametrize("num_lines", [1, 100, 100_000])
 def test_an_encoded_status_fits_its_slot(num_lines):
     failure = Failure((1,), "host", 1.5, "train", "ValueError: \N{SNOWMAN}", ("a:1 in f",), "trace\n" * num_lines, 1)
-    sign = RankStatus(3, 4, "failed", user_frames=("a:1 in f",), stack="line\n" * num_lines, failure=failure)
-    content = sign.dump(32_000)
+    status = RankStatus(3, 4, "failed", user_frames=("a:1 in f",), stack="line\n" * num_lines, failure=failure)
+    content = status.dump(32_000)
     assert len(content) <= 32_000
     back = RankStatus.load(content)
     assert (back.rank, back.state, back.failure.headline, back.failure.ranks) == (3, "failed", failure.headline, (1,))
     if num_lines <= 100:
-        assert back == sign
+        assert back == status
 
 
 def test_no_random_sequence_of_active_ranks_is_a_hang():
     generator = random.Random(5)
     for _ in range(2000):
         kinds = [WAITS, MOVES, COMPUTES, replace(MOVES, state="finished")]
-        signs = generator.choices(kinds, k=generator.randint(2, 5))
-        if any(sign in (MOVES, COMPUTES) for sign in signs):
-            assert stuck(*signs) == ()
+        statuses = generator.choices(kinds, k=generator.randint(2, 5))
+        if any(status in (MOVES, COMPUTES) for status in statuses):
+            assert stuck(*statuses) == ()
 
 
 @pytest.mark.parametrize("by", [0, 1])

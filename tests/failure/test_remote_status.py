@@ -114,9 +114,9 @@ def test_votes_and_decisions_reach_every_host_at_once(ranks, monkeypatch):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     for one in ranks.by_rank.values():
         monkeypatch.setattr(one, "_published_at", clock.monotonic() + 1000)
-    ballot, decision = StopVote((1, 0), True, (3, 0)), StopDecision((1, 0), (3, 0))
-    ranks.statuses[4] = RankStatus(4, stop_vote=ballot)
-    ranks.look_until(lambda: ranks[0].statuses[4].stop_vote == ballot)
+    vote, decision = StopVote((1, 0), True, (3, 0)), StopDecision((1, 0), (3, 0))
+    ranks.statuses[4] = RankStatus(4, stop_vote=vote)
+    ranks.look_until(lambda: ranks[0].statuses[4].stop_vote == vote)
     ranks.statuses[0] = RankStatus(0, stop_decision=decision)
     ranks.look_until(lambda: ranks[2].statuses[0].stop_decision == decision)
 
@@ -188,7 +188,7 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
     assert ranks[2].lost_ranks() == [0, 1]
     ranks[0].reset_timeouts()  # as after a stop of this process
     assert ranks[0].lost_ranks() == []
-    ranks[2].close()  # who says goodbye is not lost
+    ranks[2].close()  # a rank that closes its link is not lost
     ranks.look_until(lambda: not ranks[0]._links.ranks, {}, 2)
     clock.ahead_s += 1000
     assert ranks[0].lost_ranks() == []

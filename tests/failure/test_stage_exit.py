@@ -49,21 +49,21 @@ def test_a_worker_with_more_batches_gets_an_error(backend):
     assert time.monotonic() - start < 200  # of which most is the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, UnevenInputsError)
     assert caught.value.error_index == 1
-    assert trainer.global_step == 4  # the state of rank 0 has come back
+    assert trainer.global_step == 4  # the state of rank 0 was returned
     again = seeded()
     trainer = spawn_trainer(DDPSpawnStrategy(process_group_backend=backend), max_epochs=1)
     trainer.fit(again, loader())
     assert trainer.global_step == 8
 
 
-def fit_unevenly(backend: Any, told: Path) -> str:
+def fit_unevenly(backend: Any, announced: Path) -> str:
     trainer = make_trainer(DDPStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False)
     try:
         trainer.fit(Uneven(), loader(num_samples=16))
     except UnevenInputsError as error:
-        told.touch()
+        announced.touch()
         return str(error)
-    while not told.exists():  # the script goes on
+    while not announced.exists():  # the script continues
         time.sleep(0.1)
     return "ended"
 
@@ -156,40 +156,40 @@ def linger_for(
     if num_hosts == 2:
         peers.host_identity = lambda: f"host {rank}"  # each is alone on one
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
-    watch = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
-    watch.begin_stage(None)
-    departure = StageExitHandler(watch, ends_with_process=False)
+    monitor = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
+    monitor.begin_stage(None)
+    handler = StageExitHandler(monitor, ends_with_process=False)
     if rank == lingering:
-        departure.announce_exit(has_failed=False)
+        handler.announce_exit(has_failed=False)
         begin = time.monotonic()
         store.set("one lingers", "")
-        result = departure.wait_for_others(), time.monotonic() - begin
+        result = handler.wait_for_others(), time.monotonic() - begin
         if does is not None:
             store.set("it has ended", "")
             if rank == 0:  # the store ends with this process
                 store.wait(["the other has read it"])
-        watch.close()  # or this process would have failed, too
+        monitor.close()  # or this process would have failed, too
         return result
     store.wait(["one lingers"])
     time.sleep(1.0)  # for which it is to do so
     if does is not None:
-        does(departure)
+        does(handler)
         store.wait(["it has ended"])
         store.set("the other has read it", "")
-    watch.close()
+    monitor.close()
     return None
 
 
-def announce_exit(departure: StageExitHandler) -> None:
-    departure.announce_exit(has_failed=False)
+def announce_exit(handler: StageExitHandler) -> None:
+    handler.announce_exit(has_failed=False)
 
 
-def fail_in_stage(departure: StageExitHandler) -> None:
-    departure.announce_exit(has_failed=True)
+def fail_in_stage(handler: StageExitHandler) -> None:
+    handler.announce_exit(has_failed=True)
 
 
-def raise_an_error(departure: StageExitHandler) -> None:
-    departure.monitor.announce_failure(ValueError("no"))
+def raise_an_error(handler: StageExitHandler) -> None:
+    handler.monitor.announce_failure(ValueError("no"))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def raise_an_error(departure: StageExitHandler) -> None:
         *(
             (fail_in_stage, True, 2, 1),
             (None, False, 2, 1),
-        ),  # who says goodbye is not waited for
+        ),  # a rank that closes its link is not waited for
     ],
 )
 def test_a_rank_waits_at_its_exit_until_the_other_ranks_finish_fail_or_exit(does, is_failure, num_hosts, lingering):

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     except Exception as error:
         assert "LOCAL_RANK" in os.environ
         time.sleep(2)
-        print("goes on after", type(error).__name__)
+        print("continues after", type(error).__name__)
 """
 
 
@@ -56,7 +56,7 @@ def test_a_script_that_catches_the_failure_continues_without_the_other_ranks(tmp
             kill_tree(pid)
     assert left == []
     assert process.returncode == 0, output
-    assert re.search("goes on after (DistNetworkError|RuntimeError)", output), output  # the latter before torch 2.7
+    assert re.search("continues after (DistNetworkError|RuntimeError)", output), output  # the latter before torch 2.7
     assert "before the ranks had connected" not in output
 
 

@@ -167,8 +167,8 @@ def test_a_status_can_be_read_after_the_exit_of_its_process(tmp_path, monkeypatc
         monkeypatch.delattr(os, "memfd_create")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = Store()
-    board = StatusTable.open_for_host(store, "path", 3, [3, 5])
-    assert [board.read(slot) for slot in range(2)] == [None, None]
+    table = StatusTable.open_for_host(store, "path", 3, [3, 5])
+    assert [table.read(slot) for slot in range(2)] == [None, None]
 
     def write() -> None:
         StatusTable.open_for_host(store, "path", 5, [3, 5]).write(b"the last word")
@@ -177,12 +177,12 @@ def test_a_status_can_be_read_after_the_exit_of_its_process(tmp_path, monkeypatc
     process = get_context("fork").Process(target=write)
     process.start()
     process.join()
-    board.write(b"mine")
-    assert [board.read(slot) for slot in range(2)] == [b"mine", b"the last word"]
+    table.write(b"mine")
+    assert [table.read(slot) for slot in range(2)] == [b"mine", b"the last word"]
     with pytest.raises(ValueError, match="do not fit"):
-        board.write(b"." * SLOT_NUM_BYTES)
+        table.write(b"." * SLOT_NUM_BYTES)
     assert len(list(tmp_path.iterdir())) == is_named
-    board.close()
+    table.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -222,7 +222,7 @@ def test_a_status_table_of_another_user_is_rejected(tmp_path, monkeypatch):
 def test_other_files_of_this_user_are_rejected_as_status_tables(tmp_path):
     precious = tmp_path / "precious"
     precious.write_bytes(b"x" * 2 * SLOT_NUM_BYTES)
-    memory = os.memfd_create("lightning_strategies_ext_status")  # which could be cut off
+    memory = os.memfd_create("lightning_strategies_ext_status")  # which could be truncated
     os.ftruncate(memory, 2 * SLOT_NUM_BYTES)
     for path in (str(precious), f"/proc/{os.getpid()}/fd/{memory}"):
         store = Store()
@@ -233,11 +233,11 @@ def test_other_files_of_this_user_are_rejected_as_status_tables(tmp_path):
 
 def test_a_status_table_cannot_be_truncated():
     store = Store()
-    board = StatusTable.open_for_host(store, "path", 0, [0, 1])
-    assert board is not None
+    table = StatusTable.open_for_host(store, "path", 0, [0, 1])
+    assert table is not None
     with open(store.get("path").decode(), "r+b") as file, pytest.raises(PermissionError):
         file.truncate(0)
-    board.close()
+    table.close()
 
 
 LOOKED_AT = """

@@ -1,6 +1,7 @@
-"""Tries cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``, see ``make faults``.
+"""Runs cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``.
 
-With ``--minutes``, cases are drawn at random until the time is over, see ``make soak``. With ``--at-once``, several are
+This is ``make fault-injection``. With ``--minutes``, cases are drawn at random until the time is over, see
+``make soak``. With ``--at-once``, several are
 tried beside each other, and those of ours that ended well but late are tried again alone: what counts is that.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
-from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.namespace_hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
 #: How much is shown of the output and of each rank's file, of a case that is not as it should be, in lines.

@@ -17,7 +17,7 @@ import torch
 from benchmarks.horovod_commands import BIN
 from benchmarks.rank_launcher import free_port
 from tests.faults.program import HANG_TIMEOUT_S
-from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
+from tests.support.namespace_hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
 #: Kinds of faults, by what the user should read of them as the first cause; None where nothing failed.
@@ -87,8 +87,8 @@ class Case:
         rank: On which it happens.
         strategy: Name of the strategy, or "fabric" for ours under Fabric.
         world_size: Number of ranks.
-        hosts: On how many hosts, see :mod:`tests.support.hosts`.
-        accelerator: Of the Trainer or Fabric. On "gpu" all ranks share the first GPU, and pass for hosts of their own.
+        hosts: On how many hosts, see :mod:`tests.support.namespace_hosts`.
+        accelerator: Argument of the Trainer or Fabric. On "gpu", all ranks share the first GPU, each as a host.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class Result:
     Attributes:
         case: The case.
         seconds: From the fault to the end of the last process; None if some had to be killed.
-        exit_codes: Of the process that the user started on each host; over Horovod, of ``horovodrun`` on the first.
+        exit_codes: Exit codes of the process that the user started on each host; of ``horovodrun`` over Horovod.
         output: What it wrote.
         left: What is left behind, or does not load.
         limit_s: What processes were allowed to take to end, in seconds; that of the case if None.
@@ -185,11 +185,11 @@ def all_cases(
 
 
 def is_possible_on_hosts(case: Case) -> bool:
-    """Whether there is such a case on as many hosts.
+    """Returns whether a case is possible on its number of hosts.
 
-    What becomes of a host that nobody has met yet is for the timeout of the rendezvous to say. One that is stopped, or
-    holds the interpreter, is ended by another rank of its host; if it is alone there, by whoever has started it. Nobody
-    need notice that a cable is pulled while ranks predict.
+    Before the rendezvous, only its timeout detects the loss of a host. A rank that is stopped, or holds the GIL, is
+    killed by another rank of its host. If it is alone there, its launcher must terminate it. While ranks predict, they
+    need not detect a disconnected network.
     """
     if case.hosts == 1:
         return case.kind != "cable"
@@ -201,13 +201,13 @@ def is_possible_on_hosts(case: Case) -> bool:
 
 
 def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
-    """Whether there is such a case.
+    """Returns whether a case is possible.
 
-    There is no collective before the ranks have met, nor in a worker of a loader, and over Horovod none of
-    torch.distributed. Before they have met, and where only the main process is, nobody waits for it to move. A worker
-    of a loader has its own ways with the signals that ask it to end, and a loader waits for one that is stuck as for a
-    slow disk. In `predict` ranks wait for nobody, and those that rank 0 has started end before it: when it is stopped
-    then, nobody is left to notice.
+    There is no collective before the rendezvous, nor in a DataLoader worker, and over Horovod there is no collective of
+    torch.distributed. Before the rendezvous, and in stages with the main process only, no rank waits for that process.
+    A DataLoader worker has its own signal handlers, and a DataLoader waits for a hung worker as for a slow disk. In
+    `predict`, ranks do not wait for each other, and the ranks that rank 0 has started exit before rank 0. If rank 0 is
+    stopped then, no rank detects it.
     """
     if moment == "predict" and rank == 0 and kind in ("sigstop", "hold_gil") and strategy != "ddp_spawn_ext":
         return False
@@ -232,7 +232,7 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
         limit_s: What processes are allowed to take to end, in seconds; that of the case if None.
 
     Raises:
-        NoHostsError: If it takes two hosts, and they cannot be had.
+        NoHostsError: If the case has two hosts, and this machine permits no network namespaces.
     """
     program = [sys.executable, str(Path(__file__).parent / "program.py"), json.dumps(asdict(case)), str(directory)]
     env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}

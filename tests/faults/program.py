@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, HorovodStrategy
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
-from tests.support.one_gpu import pass_for_own_host
+from tests.support.shared_gpu import pass_for_own_host
 
 HANG_TIMEOUT_S = 5.0
 NUM_BATCHES = 6
@@ -89,7 +89,7 @@ class Fault:
 
 
 class Rows(Dataset):
-    """Of random numbers; fetched by workers of a data loader, which may go wrong."""
+    """Dataset of random numbers, which DataLoader workers fetch; fetching may fail."""
 
     def __init__(self, fault: Fault, rank: int = 0) -> None:
         self.fault = fault

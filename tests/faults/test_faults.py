@@ -1,11 +1,11 @@
-"""A part of the cases; ``make faults`` tries all of them."""
+"""A part of the cases; ``make fault-injection`` tries all of them."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.faults.cases import KINDS, Case, Result, all_cases, try_case
-from tests.support.hosts import NoHostsError
+from tests.support.namespace_hosts import NoHostsError
 
 CASES = [
     Case("sigkill", "predict", 1, "ddp_ext", 2),
@@ -19,7 +19,7 @@ CASES = [
     Case("os_exit", "predict", 1, "horovod_ext", 2, hosts=2),
     Case("cable", "teardown", 0, "horovod_ext", 2, hosts=2),
 ]
-#: Nothing but a hang takes so long, in seconds; `make faults` is strict.
+#: Nothing but a hang takes so long, in seconds; `make fault-injection` is strict.
 HANGS_S = 90
 #: Less than the 30 seconds for which Horovod waits for a lost host: ranks may not wait for that.
 BEFORE_HOROVOD_S = 27
@@ -27,7 +27,7 @@ BEFORE_HOROVOD_S = 27
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_end_soon_and_say_why(case: Case, tmp_path: Path):
+def test_all_ranks_exit_soon_and_report_the_reason(case: Case, tmp_path: Path):
     limit_s = BEFORE_HOROVOD_S if (case.kind, case.strategy) == ("cable", "horovod_ext") else HANGS_S
     try:
         result = try_case(case, tmp_path, limit_s=limit_s)

@@ -208,16 +208,16 @@ def _agree(case: Case, directory: Path, num_stages: int) -> Any:
 
 def _compare_checkpoints(directory: Path, tolerance: float) -> Any:
     files = [
-        {str(path.relative_to(directory / who)): path for path in sorted((directory / who).rglob("*.ckpt"))}
-        for who in ("ours", "theirs")
+        {str(path.relative_to(directory / run)): path for path in sorted((directory / run).rglob("*.ckpt"))}
+        for run in ("ours", "theirs")
     ]
     if files[0].keys() != files[1].keys():
         yield f"checkpoints: {sorted(files[0])} and {sorted(files[1])}"
         return
     for name in files[0]:
         mine, other = (
-            _without_paths(torch.load(one[name], weights_only=False), str(directory / who))
-            for one, who in zip(files, ("ours", "theirs"), strict=True)
+            _without_paths(torch.load(one[name], weights_only=False), str(directory / run))
+            for one, run in zip(files, ("ours", "theirs"), strict=True)
         )
         yield from differences(mine, other, f"checkpoint {name}", tolerance)
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_strategies_ext  # noqa: F401 - gives the names where the package is not installed, only on the path
-from tests.support.one_gpu import pass_for_own_host
 from tests.support.ranks import run_ranks
+from tests.support.shared_gpu import pass_for_own_host
 
 ON_CPU = os.environ.get("LSE_GPU_TESTS_ON") == "cpu"
 ACCELERATOR, BACKEND, DEVICE_TYPE = ("cpu", "gloo", "cpu") if ON_CPU else ("gpu", "nccl", "cuda")

@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are lost while the others go on: workers of ``fit``, and ranks that torchrun starts anew.
+"""Ranks on GPUs that are lost while the others continue: workers of ``fit``, and ranks that torchrun restarts.
 
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """
@@ -15,7 +15,7 @@ from benchmarks.rank_launcher import free_port
 from tests.gpu.devices import ON_CPU, Ranks
 from tests.support import elastic_runs
 from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, check_is_as_good_as_undisturbed, run_workers
-from tests.support.elastic_training import Plan, joins_later, kill, once, sleep, write_plan
+from tests.support.elastic_script import Plan, joins_later, kill, once, sleep, write_plan
 from tests.support.ranks import kill_tree, start_script
 
 pytestmark = pytest.mark.processes
@@ -52,7 +52,7 @@ def test_ranks_that_torchrun_restarts_continue_from_the_memory_of_their_hosts(tw
     torchrun = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=3 --monitor-interval=0.1"
     with tempfile.TemporaryDirectory() as directory:
         write_plan(Path(directory), plan)
-        script = sys.executable, "-m", "tests.support.elastic_training", directory
+        script = sys.executable, "-m", "tests.support.elastic_script", directory
         command = [*torchrun.split(), *rendezvous.split(), "--no-python", *script]
         agents = [start_script(*command) for _ in range(2)]
         try:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed import disconnect
 from tests.faults.cases import Case, try_case
 from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only
 
@@ -53,7 +53,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_end_soon_and_say_why(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_exit_soon_and_report_the_reason(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     result = try_case(case, tmp_path, limit_s=HANGS_S)
     assert result.problems == [], result.output
     print(f"{case}: {result.seconds:.1f} s, exit codes {result.exit_codes}\n{result.output}")
@@ -77,13 +77,13 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
             time.sleep(0.01)
             now = time.monotonic()
             before, stood_still[0] = now, max(stood_still[0], now - before)
-        process_group.abort()
+        disconnect.abort()
 
     if fabric.global_rank == 0:
         for is_made_beside in waits_in:
             dist.all_reduce(tensor.clone(), group=groups[is_made_beside])  # to which the other one does not come
         threading.Thread(target=cut_off).start()
-        with pytest.raises(dist.DistBackendError, match="was cut off"):
+        with pytest.raises(dist.DistBackendError, match="were aborted"):
             fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / "bad.ckpt")
         (directory / "is over").touch()
     while not (directory / "is over").exists():
@@ -93,7 +93,7 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
 
 @cuda_only
 @pytest.mark.parametrize("waits_in", [(False,), (True,), (False, True)], ids=["default group", "another", "both"])
-def test_what_an_exchange_that_was_cut_off_has_left_is_in_no_checkpoint(
+def test_the_result_of_an_aborted_exchange_is_in_no_checkpoint(
     waits_in: tuple[bool, ...], two_ranks: Ranks, tmp_path: Path
 ) -> None:
     stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path, waits_in)[0]

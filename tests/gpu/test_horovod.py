@@ -9,7 +9,7 @@ import torch
 from tests.gpu.devices import ACCELERATOR, DEVICE_TYPE, ON_CPU, Ranks
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, assert_same_bits, fit, state_of
-from tests.support.one_gpu import pass_for_own_host
+from tests.support.shared_gpu import pass_for_own_host
 
 pytestmark = pytest.mark.processes
 

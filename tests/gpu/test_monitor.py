@@ -12,7 +12,7 @@ from lightning_strategies_ext import CommunicationMonitor, DDPStrategy
 from lightning_strategies_ext.monitoring.analysis import PHASES
 from lightning_strategies_ext.torch_distributed import bucket_search
 from tests.gpu.devices import Ranks
-from tests.gpu.test_host_synchronisation import InMemory, waits_per_step
+from tests.gpu.test_host_synchronization import InMemory, waits_per_step
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, state_of
 
 pytestmark = pytest.mark.processes

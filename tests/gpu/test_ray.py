@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_strategies_ext import DDPRayStrategy
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
 from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_plan
-from tests.support.elastic_training import Net, Plan, joins_later, kill, once
+from tests.support.elastic_script import Net, Plan, joins_later, kill, once
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
-from tests.support.one_gpu import pass_for_own_host
 from tests.support.ray_clusters import (
     FOREVER_S,
     HALF,
@@ -22,6 +21,7 @@ from tests.support.ray_clusters import (
     needs_ray,
     variables_of_own_ray,
 )
+from tests.support.shared_gpu import pass_for_own_host
 
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 

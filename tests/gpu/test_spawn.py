@@ -53,7 +53,7 @@ def _pid() -> int:
 
 @num_devices
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
-def test_all_comes_back_from_the_gpu_and_the_next_stage_goes_on(start_method: str, num_devices: int) -> None:
+def test_all_results_are_returned_from_a_gpu_and_the_next_stage_continues(start_method: str, num_devices: int) -> None:
     outcome = run_main(train_workers, num_devices, start_method)
     assert outcome.pop("state").keys() == Located().state_dict().keys()
     assert outcome == {

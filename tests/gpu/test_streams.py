@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_strategies_ext._system.gpu_sync import copy_to_host, side_stream
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
 from lightning_strategies_ext.torch_distributed.wrapping import rewrap_in_ddp, wrap_in_ddp
 from tests.gpu.devices import Ranks, cuda_only
 

@@ -209,7 +209,7 @@ def resume(where: dict[str, Any], path: Path) -> tuple[dict[str, torch.Tensor], 
     return state_of(restored), trainer.global_step, {state["momentum_buffer"].device.type for state in states}
 
 
-def test_a_checkpoint_of_a_gpu_loads_and_goes_on_on_a_cpu(ranks: Ranks, tmp_path: Path) -> None:
+def test_training_continues_on_a_cpu_from_a_checkpoint_of_a_gpu(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     saved = ranks.run(save, path)[0]
     steps = 3 * len(loader())

@@ -76,7 +76,7 @@ def test_weights_counts_and_logs_are_those_of_the_ranks_that_had_data(case: Any,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_manual_optimization_and_batch_normalisation(kind: str, of_ranks: list[dict[Any, Any]]) -> None:
+def test_manual_optimization_and_batch_normalization(kind: str, of_ranks: list[dict[Any, Any]]) -> None:
     first, second = of_ranks
     assert_near(first["manual", kind]["weights"], reference("join", (5, 3), kind, num_steps=2))
     assert_equal(first["manual", kind]["weights"], second["manual", kind]["weights"])

@@ -1,7 +1,7 @@
 """Rejects retired terms: ``python -m tests.guards.prose``, part of ``make lint``.
 
-``docs/retired_terms.txt`` has the terms: phrases, which must not occur in comments, docstrings, and messages, and
-identifiers, which must not occur in code. The mirror for ``pytorch_lightning`` is generated and left out.
+``docs/retired_terms.txt`` has the terms: phrases, which must not occur in comments, docstrings, messages, and pages,
+and identifiers, which must not occur in code. The mirror for ``pytorch_lightning`` is generated, and is not searched.
 """
 
 import io
@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-PLACES = ("lightning_strategies_ext", "docs/glossary.md")
-_MIRROR = "lightning_strategies_ext/pytorch_lightning/"
+PLACES = (
+    *("lightning_strategies_ext", "benchmarks", "docs", "examples", "tests"),
+    *("CONTRIBUTING.md", "README.md", "SECURITY.md", "Makefile", "hatch_build.py", "noxfile.py"),
+)
+_SUFFIXES = {".py", ".md", ".c"}
+#: Beginnings of paths that are not searched: the mirror, and the test with examples of retired terms.
+_NOT_SEARCHED = ("lightning_strategies_ext/pytorch_lightning/", "tests/guards/test_prose.py")
 _TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
@@ -58,7 +63,11 @@ def find_terms(content: str, terms: Iterable[Term], *, is_python: bool) -> Itera
 
 
 def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
-    """Returns lines of comments and strings, and identifiers: line number, text, and whether it is an identifier."""
+    """Returns lines of comments and strings, identifiers, and names of tests as text.
+
+    Returns:
+        Line number, text, and whether the text is an identifier.
+    """
     if not is_python:
         yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))
         return
@@ -67,6 +76,8 @@ def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
             yield from ((number, line, False) for number, line in enumerate(token.string.splitlines(), token.start[0]))
         elif token.type == tokenize.NAME:
             yield token.start[0], token.string, True
+            if token.string.startswith("test_"):
+                yield token.start[0], token.string.replace("_", " "), False
 
 
 def faults() -> Iterator[str]:
@@ -74,9 +85,10 @@ def faults() -> Iterator[str]:
     terms = read_terms((REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines())
     for place in PLACES:
         root = REPOSITORY / place
-        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+        paths = sorted(root.rglob("*")) if root.is_dir() else [root]
+        for path in paths:
             name = str(path.relative_to(REPOSITORY))
-            if name.startswith(_MIRROR):
+            if name.startswith(_NOT_SEARCHED) or (path != root and path.suffix not in _SUFFIXES):
                 continue
             applicable = [term for term in terms if not any(fnmatch(name, each) for each in term.exceptions)]
             for number, found, term in find_terms(path.read_text(), applicable, is_python=path.suffix == ".py"):

@@ -210,8 +210,11 @@ def _described(path: str) -> Iterator[str]:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether objects of a class have an attribute, and not only the class, by its metaclass."""
-    return any(name in vars(base) for base in kind.__mro__)
+    """Whether objects of a class have an attribute, and not only the class, by its metaclass.
+
+    Names of earlier versions raise an AttributeError.
+    """
+    return hasattr(kind, name) and any(name in vars(base) for base in kind.__mro__)
 
 
 def _member(name: str, value: Any) -> Iterator[str]:

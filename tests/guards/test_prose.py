@@ -26,6 +26,11 @@ def test_phrases_are_found_in_texts_and_identifiers_in_code() -> None:
     assert found == [(3, "nobody"), (5, "Nobody"), (6, "vigil"), (7, "nobody")]
 
 
+def test_names_of_tests_are_searched_for_phrases() -> None:
+    content = "def test_nobody_waits(): ...\ndef nobody_waits(): ...\n"
+    assert [number for number, *_ in find_terms(content, TERMS, is_python=True)] == [1]
+
+
 def test_other_files_are_text() -> None:
     found = [(number, text, term.use) for number, text, term in find_terms("a\nNobody\nvigil", TERMS, is_python=False)]
     assert found == [(2, "Nobody", "no rank")]
@@ -41,5 +46,5 @@ def test_each_place_that_is_searched_exists(place: str) -> None:
     assert (REPOSITORY / place).exists()
 
 
-def test_the_package_has_no_retired_terms() -> None:
+def test_the_repository_has_no_retired_terms() -> None:
     assert list(faults()) == []

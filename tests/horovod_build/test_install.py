@@ -87,7 +87,7 @@ def quarantine(directory: Path) -> dict[str, str]:
         "XDG_CACHE_HOME": str(directory / "cache"),
         "TMPDIR": str(directory / "tmp"),
         "PIP_NO_INDEX": "1",
-        "LIGHTNING_STRATEGIES_EXT_CACHE": "",
+        "LIGHTNING_STRATEGIES_EXT_CACHE_DIR": "",
     }
 
 
@@ -133,7 +133,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
 
 
 @pytest.mark.processes
-def test_what_is_there_is_not_called_missing(tmp_path: Path):
+def test_installed_requirements_are_not_reported_as_missing(tmp_path: Path):
     env = {**quarantine(tmp_path / "left"), "PATH": str(tmp_path), "CXX": "no-such-compiler"}
     result = run_script(*CLI, "--rebuild", env=env)
     assert result.returncode == 2, result.stdout
@@ -342,10 +342,10 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
 
 
 def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", "")
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
-    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", str(tmp_path / "mine"))
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", str(tmp_path / "mine"))
     assert user_cache.directory("horovod") == tmp_path / "mine" / "horovod"
 
 
@@ -451,7 +451,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
         (["/no/such/launcher"], "could not be started"),
     ],
 )
-def test_a_proof_that_fails_says_how(launcher: list[str], said: str):
+def test_a_failed_smoke_test_reports_its_error(launcher: list[str], said: str):
     with pytest.raises(SmokeTestError, match=f"(?s){said}"):
         run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 

@@ -44,9 +44,8 @@ from lightning_strategies_ext.launch.protocol import (
     WorkerRankInfo,
     WorkerSetup,
     WorldMembers,
-    decode,
-    encode,
 )
+from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
 from lightning_strategies_ext.launch.transport.channel import Channel
 from lightning_strategies_ext.launch.transport.pickling import dump
@@ -125,11 +124,10 @@ def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> Non
             link.send(message)
             received: list[Any] = []
             while not received:
-                received += [decode(*frame) for frame in frames.decode(worker.recv(1 << 16))]
+                received += [decode_message(*frame) for frame in frames.decode(worker.recv(1 << 16))]
             assert received == [message]
         for message in (*LINK_TO_MAIN, WorkerOutput(False, "naïve".encode()), WorkerOutput(True, b"to stderr")):
-            kind, data = encode(message)
-            worker.sendall(encode_frame(data, kind))
+            worker.sendall(encode_message(message))
         link.wait_for_output(len("naïve".encode()) + len(b"to stderr"))
         assert list(link.messages) == LINK_TO_MAIN
         assert capsys.readouterr() == ("naïve", "to stderr")
@@ -140,7 +138,7 @@ def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> Non
     "frame",
     [
         encode_frame(b'["RunTask", {}]', 3),
-        encode_frame(*reversed(encode(SendSignal(9)))),
+        encode_message(SendSignal(9)),
         encode_frame(b"[]", 9),
         b"\0\xff\xff\xff\xff",
     ],

@@ -13,9 +13,10 @@ import torch
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext._system.frames import FrameDecoder
 from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, RngState
-from lightning_strategies_ext.launch.protocol import SendSignal, decode
+from lightning_strategies_ext.launch.protocol import SendSignal
 from lightning_strategies_ext.launch.ray import cluster, worker_link
-from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
+from lightning_strategies_ext.launch.ray.link_frames import decode_message
+from lightning_strategies_ext.launch.ray.resources import ResourceDemand
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
 from tests.launch.link_connections import NUMBER, connect, wait_for
 from tests.support.models import MLP, loader, make_trainer
@@ -152,7 +153,7 @@ def test_a_second_connection_does_not_replace_a_worker():
             assert second.recv(1) == b""
         links[1].send(SendSignal(12))
         (frame,) = FrameDecoder().decode(worker.recv(1 << 16))
-        assert decode(*frame) == SendSignal(12)
+        assert decode_message(*frame) == SendSignal(12)
         assert not links[1].closed.is_set()
 
 
@@ -219,10 +220,10 @@ def test_connecting_is_retried_if_the_proxy_of_ray_client_starts_no_server(
     monkeypatch.setattr(cluster, "host_resources", lambda: [{"CPU": 2.0}])
     try:
         if failures < attempts:
-            assert cluster.connect(address, cluster.ResourceDemand(1), 1, None)
+            assert cluster.connect(address, ResourceDemand(1), 1, None)
         else:
             with pytest.raises(RuntimeError, match="Starting Ray client server failed"):
-                cluster.connect(address, cluster.ResourceDemand(1), 1, None)
+                cluster.connect(address, ResourceDemand(1), 1, None)
     finally:
         cluster.disconnect()
     assert addresses == [address] * attempts

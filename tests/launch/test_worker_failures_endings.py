@@ -35,8 +35,8 @@ from tests.launch.test_worker_failures import (
     spawning,
 )
 from tests.support.models import MLP, loader, make_trainer, state_of
+from tests.support.private_dev_shm import PrivateSharedMemory, private_shared_memory
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
-from tests.support.shared_memory import PrivateSharedMemory, private_shared_memory
 
 pytestmark = pytest.mark.processes
 

@@ -21,7 +21,7 @@ def test_every_name_has_its_test() -> None:
 
 
 def public_names(path: Path) -> list[str]:
-    """Of a module: its functions, and what it gives a name of its own."""
+    """Names of a module: its functions, and the names that it defines."""
     names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

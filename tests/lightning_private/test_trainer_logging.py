@@ -90,7 +90,7 @@ class GoesOn(LogsBothWays):
 
 
 class AddsMore(MLP):
-    """Adds ten to what is there after the first batch, and what is not there yet."""
+    """Adds ten to the results after the first batch, and adds a new result."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -132,7 +132,7 @@ def test_what_another_process_has_added_up_is_added_to() -> None:
     assert list(sums[1]) == ["training_step.per_epoch"]
 
 
-def test_results_of_a_stage_are_recognised() -> None:
+def test_results_of_a_stage_are_recognized() -> None:
     trainer, _ = fit("auto", devices=1)
     values = vars(trainer.fit_loop.epoch_loop).values()
     assert sum(trainer_logging.is_bound_to_stage(value) for value in values) == 1

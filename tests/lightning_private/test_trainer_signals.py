@@ -196,7 +196,7 @@ def test_where_lightning_has_no_job_queued_again_nothing_is_replaced() -> None:
 
 
 class SavesInValidation(MLP):
-    """Saves in the middle of a validation, as if it were the start; or goes on from there."""
+    """Saves in the middle of a validation, as if it were the start; or continues from there."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()

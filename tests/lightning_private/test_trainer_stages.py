@@ -168,7 +168,7 @@ def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_s
     trainer, _ = fit_with_one_restart(whole, 4)
     torch.manual_seed(1)
     halves = Disturbed(fail_at, where)
-    again, epochs = fit_with_one_restart(halves, 0)  # since these loaders begin anew
+    again, epochs = fit_with_one_restart(halves, 0)  # because these loaders start again
     assert halves.steps == whole.steps == list(range(16))
     assert epochs == [0, 0, 1]
     ours, theirs = state_of(halves), state_of(whole)

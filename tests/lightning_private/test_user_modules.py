@@ -39,7 +39,7 @@ def test_how_processes_merge_the_states_of_a_metric_is_known() -> None:
     assert user_modules.metric_reductions(MaxMetric()) == {"max_value": dim_zero_max}
 
 
-def test_random_states_of_all_kinds_come_back():
+def test_random_states_of_all_kinds_are_restored():
     states = user_modules.random_states()
     drawn = torch.rand(()).item(), np.random.rand(), random.random()
     user_modules.set_random_states(states)

@@ -108,7 +108,7 @@ def test_all_steps_are_observed_where_there_are_no_more(every_n_steps: int, obse
     assert sum(window.num_steps for window in training.heard) == 6
 
 
-def test_a_step_goes_on_when_something_is_wrong() -> None:
+def test_a_step_continues_after_an_error_in_the_recorder() -> None:
     def hear(windows: list[Window]) -> None:
         raise OSError("the disk is full")
 

@@ -1,4 +1,4 @@
-"""``ddp_ext`` against Lightning's ``ddp``: what is logged, decided, tuned, predicted, saved and synchronised."""
+"""``ddp_ext`` against Lightning's ``ddp``: what is logged, decided, tuned, predicted, saved, and synchronized."""
 
 from typing import Any
 
@@ -220,14 +220,14 @@ class RecordNormalization(pl.Callback):
 
 
 def convert_and_revert() -> list[str]:
-    """The kind of normalisation in each stage."""
+    """The kind of normalization in each stage."""
     record = RecordNormalization()
     trainer, model = fit("ddp_ext", WithBatchNorm, plugins=[LayerSyncOnCpu()], callbacks=[record])
     trainer.validate(model, loader(), verbose=False)
     return [*record.kinds, type(trainer.strategy.model.net[1]).__name__]
 
 
-def test_synchronised_layers_are_there_for_training_and_reverted_after():
+def test_synchronized_layers_exist_during_training_and_are_reverted_after():
     assert run_ranks(convert_and_revert) == [["SyncedOnCpu", "BatchNorm1d", "BatchNorm1d"]] * 2
 
 

@@ -164,7 +164,7 @@ BY_THE_TRAINERS_FACE = [
 BY_FABRICS_FACE = [
     Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
     Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel accepts"),
-    # Fabric's optimizer step does not pass through the strategy's averaging: models would drift apart for good.
+    # Fabric's optimizer step does not pass through the strategy's averaging: models would differ from then on.
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "PeriodicModelAverager", argument="ddp_comm_state"),
 ]
 
@@ -348,7 +348,7 @@ def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused()
     assert "`strategy='ddp_ext'`" in message
 
 
-def test_synchronised_batch_norm_on_cpus_is_refused_before_a_worker_starts() -> None:
+def test_synchronized_batch_norm_on_cpus_is_refused_before_a_worker_starts() -> None:
     with pytest.raises(ValueError, match="`sync_batchnorm=True` requires GPUs") as caught:
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
     assert "Omit the argument, or use `accelerator='gpu'`" in str(caught.value)
@@ -366,7 +366,7 @@ def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
 
 
 @pytest.mark.processes
-def test_where_there_is_nothing_to_synchronise_the_argument_does_no_harm() -> None:
+def test_without_layers_to_synchronize_the_argument_is_a_no_op() -> None:
     trainer = make_trainer("ddp_fork_ext", sync_batchnorm=True, max_epochs=1)
     trainer.fit(MLP(), loader())
     assert trainer.state.finished

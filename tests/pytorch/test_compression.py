@@ -123,7 +123,7 @@ def train_apart(period: int, outer: Any, per_host: int, decay: float | None = No
         period: Steps from one mean of the models to the next.
         outer: Makes the optimizer of those steps; None if the mean is the common model.
         per_host: Ranks, which exchange gradients in each step.
-        decay: Of a moving average of each model, whose mean is returned.
+        decay: Decay of a moving average of each model, whose mean is returned.
     """
     size = 2 * per_host
     common = seeded(MLP)
@@ -218,7 +218,7 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path: Path) -
         [kept], [kept_after] = saved["optimizer_states"], after["optimizer_states"]
         assert kept.keys() == kept_after.keys() > {"state", "param_groups"}
         assert numbers_in(kept) == pytest.approx(numbers_in(kept_after), abs=1e-6)
-    # Whoever exchanges something else, or whole gradients, can read it, on one device too.
+    # Trainings with another compression, or with whole gradients, can load it, also on one device.
     run_ranks(train_with_another, tmp_path)
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     trainer.fit(seeded(Wide), loader(), ckpt_path=tmp_path / "powersgd" / "epoch=0.ckpt", **LOADS_EVERYTHING)

@@ -129,7 +129,7 @@ def train_locally() -> list[list[float]]:
 
 
 @pytest.mark.processes
-def test_post_local_sgd_lets_models_drift_apart_and_averages_them_by_its_period():
+def test_with_post_local_sgd_models_differ_and_are_averaged_by_its_period():
     first, second = run_ranks(train_locally)
     agree = [a == b for a, b in zip(first, second, strict=True)]
     # Averaged after the third and the sixth step: two warm-up steps, then every third one.
@@ -160,8 +160,8 @@ def time_out() -> float:
     strategy.setup_environment()
     start = time.monotonic()
     if strategy.global_rank == 0:
-        with pytest.raises(RuntimeError, match="barrier nobody comes failed"):
-            strategy.barrier("nobody comes")
+        with pytest.raises(RuntimeError, match="barrier no peer comes failed"):
+            strategy.barrier("no peer comes")
     else:
         while time.monotonic() - start < 4:
             pass
@@ -246,7 +246,7 @@ def look_at_ddp() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_defaults_keep_gradients_once_and_broadcast_no_buffer_that_is_not_there():
+def test_defaults_keep_gradients_once_and_broadcast_no_missing_buffer():
     plain, with_reducer, chosen, with_buffers = run_ranks(look_at_ddp)[0]
     assert plain == ((True, False, False), [], 1), "small gradients are parts of one tensor"
     assert with_reducer == ((True, False, False), [], 1), "gradients lie in one bucket"

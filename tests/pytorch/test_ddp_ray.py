@@ -110,7 +110,7 @@ class Large(MLP):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_large_tensors_come_back_and_can_be_written_to():
+def test_large_tensors_are_returned_and_are_writable():
     model = Large()
     place = model.large.data_ptr()
     trainer = on_ray(max_epochs=1)

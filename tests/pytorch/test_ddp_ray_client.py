@@ -19,7 +19,7 @@ from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
     test_a_signal_stops_all_ranks_and_what_they_have_done_is_here,
     test_an_error_names_rank_host_and_cause_and_another_fit_works,
     test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back,
-    test_large_tensors_come_back_and_can_be_written_to,
+    test_large_tensors_are_returned_and_are_writable,
     test_nothing_is_left_in_the_cluster_when_the_workers_have_ended,
     test_what_workers_print_is_shown_here_before_fit_returns,
     test_workers_stay_and_predictions_come_in_the_order_of_the_dataset,

@@ -1,4 +1,4 @@
-"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others go on, and Ray starts another one.
+"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others continue, and Ray starts another worker.
 
 What elastic training promises, wherever its ranks come from, is tested in :mod:`tests.elastic`.
 """
@@ -11,9 +11,9 @@ import pytest
 
 from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
-from tests.support.elastic_training import Disturbance, Net, Plan, kill, once
-from tests.support.hosts import ADDRESSES, NoHostsError, unplug
+from tests.support.elastic_script import Disturbance, Net, Plan, kill, once
 from tests.support.models import MLP, loader, make_trainer
+from tests.support.namespace_hosts import ADDRESSES, NoHostsError, unplug
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
 
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]

@@ -1,7 +1,7 @@
-"""``ddp_ray_ext`` on two hosts, each with a raylet: one program trains on both, and learns what happens on the other.
+"""``ddp_ray_ext`` on two hosts, each with a raylet: one program trains on both, and detects failures on the other host.
 
-The hosts are two network namespaces, see :mod:`tests.support.hosts`; where these cannot be had, the test says why and
-is skipped.
+The hosts are two network namespaces, see :mod:`tests.support.namespace_hosts`. The test is skipped, with the reason, on
+a machine that permits no namespaces.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.hosts import NoHostsError
+from tests.support.namespace_hosts import NoHostsError
 from tests.support.ranks import run_command
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray, ray_on_two_hosts
 

@@ -118,7 +118,7 @@ def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(s
     run_ranks(use_workers, start_method, world_size=1)  # waits ten seconds for the end of a process, then kills it
 
 
-# --- what comes back ---
+# --- results that are returned ---
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_progress_is_that_of_single_process_training(trained, trained_alone):
 
 
 @pytest.mark.processes
-def test_metrics_come_back(trained, trained_alone):
+def test_metrics_are_returned(trained, trained_alone):
     trainer = trained[0]
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
         of_rates = {"lr-Adam"}  # the other Trainer has no monitor
@@ -191,7 +191,7 @@ def test_metrics_come_back(trained, trained_alone):
 
 
 @pytest.mark.processes
-def test_callbacks_come_back(trained):
+def test_callbacks_are_returned(trained):
     trainer, _, _, directory = trained
     history, checkpoint, stopping, rates = (
         next(callback for callback in trainer.callbacks if isinstance(callback, kind))
@@ -232,7 +232,7 @@ def test_weights_are_written_into_the_users_tensors():
 
 
 @pytest.mark.processes
-def test_the_generators_go_on_from_rank_0():
+def test_the_random_generators_continue_from_rank_0():
     model = seeded(Stateful)
     trainer = spawn_trainer(max_epochs=1, callbacks=[callback := Generators()])
     before = torch.get_rng_state()
@@ -307,7 +307,7 @@ class Data(pl.LightningDataModule):
 
 
 @pytest.mark.processes
-def test_attributes_of_the_module_and_the_datamodule_come_back():
+def test_attributes_of_the_module_and_the_datamodule_are_returned():
     model, data = Remembers(), Data()
     seen, vocabulary, average, file = model.seen, data.vocabulary, model.average, model.file
     trainer = spawn_trainer(max_epochs=1)
@@ -349,7 +349,7 @@ class BuildsLayersLate(MLP):
 
 
 @pytest.mark.processes
-def test_layers_that_are_made_in_the_worker_come_back():
+def test_layers_that_are_created_in_the_worker_are_returned():
     model = seeded(BuildsLayersLate)
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(model, loader())
@@ -365,7 +365,7 @@ def test_layers_that_are_made_in_the_worker_come_back():
 
 
 @pytest.mark.processes
-def test_frozen_and_unfrozen_parameters_and_modes_come_back():
+def test_frozen_and_unfrozen_parameters_and_modes_are_returned():
     model = MLP()
     model.net[0].requires_grad_(False)
     spawn_trainer(max_epochs=1, callbacks=[Unfreezes()]).fit(model, loader())

@@ -96,7 +96,7 @@ def test_the_main_process_saves_what_the_worker_would(start_method, tmp_path):
     assert_same(ours, theirs)
 
 
-def test_a_run_that_goes_on_from_the_main_process_checkpoint_repeats_no_sample(tmp_path):
+def test_a_run_that_continues_from_the_main_process_checkpoint_repeats_no_sample(tmp_path):
     weights = {}
     for strategy in ("auto", "ddp_spawn_ext"):
         model, data = seeded(HasEverything), HasState()

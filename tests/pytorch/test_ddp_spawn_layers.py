@@ -32,7 +32,7 @@ class Lazy(MLP):
             self.net(dataset().tensors[0])
 
 
-def test_lazy_layers_come_back(monkeypatch):
+def test_lazy_layers_are_returned(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
     states = []
     for strategy in ("auto", "ddp_spawn_ext"):
@@ -224,7 +224,7 @@ class IsParametrized(WithBatchNorm):
         )
 
 
-def test_parametrized_layers_are_sent_trained_and_come_back(monkeypatch):
+def test_parametrized_layers_are_sent_trained_and_returned(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     states = []
     for name in ("auto", "ddp_fork_ext", "ddp_spawn_ext"):

@@ -100,7 +100,7 @@ def usual_ctrl_c():
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("usual_ctrl_c")
-def test_a_ctrl_c_while_results_come_back_counts_when_they_are_here(caplog):
+def test_a_ctrl_c_while_results_are_received_takes_effect_afterwards(caplog):
     model, expected = seeded(IsInterrupted), seeded(HasEverything)
     spawn_trainer(max_epochs=1).fit(expected, loader())
     trainer = spawn_trainer(max_epochs=1)
@@ -117,7 +117,7 @@ def test_a_ctrl_c_while_results_come_back_counts_when_they_are_here(caplog):
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("usual_ctrl_c")
-def test_a_second_ctrl_c_while_results_come_back_does_not_wait_for_them():
+def test_a_second_ctrl_c_while_results_are_received_discards_them():
     model, trainer = seeded(IsInterrupted), spawn_trainer(max_epochs=1)
     model.times = 2
     with pytest.raises(SystemExit):

@@ -33,7 +33,7 @@ class Large(MLP):
 
 
 class PrivateMemory(pl.Callback):
-    """What a worker alone holds, in bytes: pages that it shares with nobody."""
+    """Private memory of a worker, in bytes: pages that no other process shares."""
 
     num_bytes = 0
 

@@ -229,7 +229,7 @@ class SwapsData(MLP):
         self.net[0].bias.data = self.best.data
 
 
-def test_tensors_that_were_given_the_memory_of_others_come_back():
+def test_tensors_that_were_given_the_memory_of_others_are_returned():
     model = SwapsData()
     first, bias = model.first, model.net[0].bias
     spawn_trainer(max_epochs=1, limit_train_batches=2).fit(model, loader())

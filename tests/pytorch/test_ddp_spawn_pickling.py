@@ -1,4 +1,4 @@
-"""Objects that pickle themselves come back from a stage of ``ddp_spawn_ext`` as pickle restores them, and in place."""
+"""Objects that pickle themselves return from a stage of ``ddp_spawn_ext`` as pickle restores them, in place."""
 
 import copyreg
 from typing import Any
@@ -180,7 +180,7 @@ class Counts(MLP):
     [("auto", None), ("ddp_spawn_ext", None), ("ddp_fork_ext", None), ("ddp_fork_ext", lambda: (yield))],
     ids=["one process", "sent", "sent to forked", "inherited"],
 )
-def test_objects_that_pickle_themselves_come_back_as_pickle_restores_them(strategy, more):
+def test_objects_that_pickle_themselves_return_as_pickle_restores_them(strategy, more):
     slotted, rebinds = Slotted(), Rebinds()
     callbacks = CallbackChangesBack(), StateThroughProperty(), Reduced(0), ReducedByFunction(), Registered()
     callbacks = *callbacks, slotted, rebinds

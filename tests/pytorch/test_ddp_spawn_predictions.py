@@ -26,7 +26,7 @@ def test_validate_and_test_return_what_one_process_does(tmp_path):
     assert trainer.callback_metrics["test_loss"].item() == pytest.approx(tested["test_loss"])
 
 
-def test_weights_that_a_stage_loads_from_a_checkpoint_come_back(tmp_path):
+def test_weights_that_a_stage_loads_from_a_checkpoint_are_returned(tmp_path):
     trained = seeded()
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(trained, loader())
@@ -88,12 +88,12 @@ def test_every_rank_may_have_seen_everything():
 def test_a_samplers_order_is_kept():
     indices = [5, 3, 60, 1, 7, 9, 2]
     trainer = spawn_trainer()
-    predictions = trainer.predict(PredictsIndices(), loader(sampler=InOrder(indices), batch_size=3))
+    predictions = trainer.predict(PredictsIndices(), loader(sampler=OrderedSampler(indices), batch_size=3))
     assert torch.equal(joined(predictions), first_feature(indices))
     assert [len(batch["names"]) for batch in predictions] == [3, 3, 1]
 
 
-class InOrder(SubsetRandomSampler):
+class OrderedSampler(SubsetRandomSampler):
     def __iter__(self) -> Any:
         return iter(self.indices)
 
@@ -115,10 +115,10 @@ class Stream(IterableDataset):
         )
 
 
-def test_predictions_on_a_stream_come_back_batch_by_batch():
+def test_predictions_on_a_stream_are_returned_batch_by_batch():
     predictions = spawn_trainer().predict(PredictsIndices(), DataLoader(Stream(), batch_size=4))
     assert torch.equal(joined(predictions), first_feature(range(24)))
 
 
-def test_predictions_that_are_not_wanted_do_not_come_back():
+def test_predictions_are_not_returned_without_return_predictions():
     assert spawn_trainer().predict(MLP(), loader(), return_predictions=False) is None

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_sigterm_to_the_main_process_stops_all_ranks_and_the_state_comes_back(tmp_path):
+def test_a_sigterm_to_the_main_process_stops_all_ranks_and_the_state_is_returned(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN_UNTIL_SIGTERM)
     process = start_script(script, tmp_path / "started")

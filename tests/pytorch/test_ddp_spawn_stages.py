@@ -1,4 +1,4 @@
-"""Stage after stage, ``ddp_spawn_ext`` goes on where it was, in the same workers, as one process would."""
+"""``ddp_spawn_ext`` continues stage after stage in the same workers, as in one process."""
 
 import csv
 import time
@@ -78,7 +78,7 @@ def test_later_stages_have_no_optimizers_and_the_main_process_keeps_those_of_the
     assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
 
 
-def test_fit_goes_on_from_a_checkpoint(tmp_path):
+def test_fit_continues_from_a_checkpoint(tmp_path):
     whole = seeded(Stateful)
     spawn_trainer(max_epochs=3).fit(whole, loader())
     first = seeded(Stateful)
@@ -132,7 +132,7 @@ def test_workers_keep_nothing_of_the_stages_before():
     assert after_last <= after_first + 1  # and not one more for each stage
 
 
-def test_a_logger_goes_on_in_the_same_place(tmp_path):
+def test_a_logger_continues_in_the_same_directory(tmp_path):
     trainer = spawn_trainer(max_epochs=1, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     model = MLP()
     trainer.fit(model, loader())

@@ -54,7 +54,7 @@ class Changing(pl.Callback):
 
 
 class HasLoader(pl.Callback):
-    """Holds what stays in the worker, beside what comes back."""
+    """Callback with attributes that stay in the worker, and attributes that are returned."""
 
     def __init__(self) -> None:
         self.loader = None
@@ -97,7 +97,7 @@ class Data(pl.LightningDataModule):
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_each_attribute_that_cannot_come_back_is_named_once(strategy, caplog):
+def test_each_attribute_that_cannot_be_returned_is_named_once(strategy, caplog):
     callback, model, data = Averages(), HasLockFromSetup(), Data()
     trainer = spawn_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=[callback])
     trainer.fit(model, datamodule=data)

@@ -59,12 +59,12 @@ def stage(name: str, how: str, backend: str | None = None, devices: int = 2) -> 
 
 
 def errors(*args: Any, world_size: int = 2) -> list[str]:
-    """Of each rank; on a busy machine, one that is late to raise may be ended by those that have."""
+    """Errors of the ranks; on a busy machine, a rank that raises late may be terminated by the others."""
     outcomes = outcomes_of_ranks(stage, *args, world_size=world_size)
     assert all(outcome.error is not None and (outcome.exit_code != 0) for outcome in outcomes), outcomes
-    told = [outcome.error for outcome in outcomes if outcome.exit_code != -signal.SIGKILL]
-    assert told, outcomes
-    return told
+    errors = [outcome.error for outcome in outcomes if outcome.exit_code != -signal.SIGKILL]
+    assert errors, outcomes
+    return errors
 
 
 @pytest.mark.parametrize("how", SAID)
@@ -135,7 +135,7 @@ def over_horovod() -> str:
 
 
 def test_over_horovod_too():
-    # Who is told first ends, and Horovod's own thread may end the other with it.
+    # The rank that is notified first exits, and Horovod's thread may terminate the other rank.
     output, outcomes = try_horovod("python", over_horovod)
     assert outcomes, output
     assert all(SAID["shape"][1] in said for said in outcomes.values())

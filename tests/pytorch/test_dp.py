@@ -56,7 +56,7 @@ def train_digits(strategy, devices, **kwargs):
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_digits_train_alike(num_replicas):
-    # Its batch normalisation must see whole batches for that.
+    # Its batch normalization must use whole batches for that.
     ours, theirs = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
     torch.testing.assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1], tolerance=1e-6)
@@ -127,7 +127,7 @@ def test_modules_of_many_kinds_train_alike(way, make_model):
 
 
 @each_way
-def test_batch_normalisation_sees_the_whole_batch_where_asked_to(way):
+def test_synchronized_batch_normalization_uses_the_whole_batch(way):
     ours = train(way(3), WithBatchNorm, sync_batchnorm=True)[1]
     assert_close(state_of(ours), state_of(train("auto", WithBatchNorm)[1]))
     assert type(ours.net[1]) is nn.BatchNorm1d

@@ -84,7 +84,7 @@ def note_samples(model, x, y, i):
         (lambda model, x, y, i: model.collector(x), {"collector": Collector()}),
         (lambda model, x, y, i: setattr(model, "last", [i, np.float32(1), np.ones(2)]), {"last": []}),
     ],
-    ids=["the same in all", "rows", "records", "keys of their own", "a submodule's list", "set anew"],
+    ids=["the same in all", "rows", "records", "keys of their own", "a submodule's list", "set again"],
 )
 @each_way
 def test_attributes_become_what_one_step_on_the_whole_batch_makes_of_them(way, update, attributes):

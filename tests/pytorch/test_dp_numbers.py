@@ -328,7 +328,7 @@ class Adds(MLP):
 
 
 @pytest.mark.parametrize("value", ADDED.values(), ids=ADDED.keys())
-@pytest.mark.filterwarnings("error:.*adds that up", "ignore:.*needs to be floating", "ignore:You called `self.log")
+@pytest.mark.filterwarnings("error:.*and adds them to", "ignore:.*needs to be floating", "ignore:You called `self.log")
 def test_sums_of_parts_of_one_size_add_up(value):
     results = []
     for strategy, devices in (("dp_ext", 2), ("auto", 1)):
@@ -342,7 +342,7 @@ def test_sums_of_parts_of_one_size_add_up(value):
 @pytest.mark.filterwarnings("ignore:.*needs to be floating", "ignore:You called `self.log")
 def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
     model = Adds(lambda x, y, i: value + 0)
-    text = place + r" is given \S+ by each of 2 replicas, and adds that up.*`on_train_batch_end`"
+    text = place + r" is given \S+ by each of 2 replicas, and adds them to.*`on_train_batch_end`"
     with pytest.warns(UserWarning, match=text) as caught:
         make_trainer("dp_ext", devices=2, max_epochs=2).fit(model, loader(26, batch_size=8))
     assert len([warning for warning in caught if re.match(text, str(warning.message))]) == 1
@@ -352,7 +352,7 @@ def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
 
 
 def token_loss(model, x, y, i):
-    """Of the samples of two classes, which the replicas have different numbers of."""
+    """Samples of two classes, of which the replicas have different numbers."""
     return nn.functional.cross_entropy(model.net(x), y, ignore_index=2)
 
 

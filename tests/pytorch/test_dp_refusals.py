@@ -276,7 +276,7 @@ class Fails(MLP):
 
 
 @each_way
-def test_what_a_replica_raises_is_raised_with_its_trace_and_training_can_go_on(way):
+def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(way):
     threads = threading.active_count()
     trainer, model = make_trainer(way(3), 1), Fails()
     with pytest.raises(KeyError, match="a bad sample") as caught:

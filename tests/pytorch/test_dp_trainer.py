@@ -1,4 +1,4 @@
-"""What goes on around the steps of ``dp_ext``: hooks, checkpoints and loggers of one process, names, batches."""
+"""What happens around the steps of ``dp_ext``: hooks, checkpoints and loggers of one process, names, batches."""
 
 import logging
 import threading
@@ -92,7 +92,7 @@ class ValidatesWorse(MLP):
 
 def test_early_stopping_and_validation_inside_an_epoch(tmp_path):
     trainer, _ = train("dp_ext", ValidatesWorse, devices=2, max_epochs=9, callbacks=[EarlyStopping("val_loss")])
-    assert trainer.current_epoch == 4  # three epochs of patience
+    assert trainer.current_epoch == 4  # three epochs without an improvement
     trainers = []
     for strategy, devices in (("dp_ext", 2), ("auto", 1)):
         checkpoint = ModelCheckpoint(tmp_path / strategy, "{step}", monitor="val_loss", save_top_k=2)

@@ -353,7 +353,7 @@ def test_learning_rates_are_scaled_only_if_asked_for(ranks):
     assert ranks[0]["scaled"] == pytest.approx([0.1, 0.2])
 
 
-def test_fit_twice_goes_on(ranks):
+def test_a_second_fit_continues_the_training(ranks):
     steps, weights = ranks[0]["fit twice"]
     assert steps == 32
     assert_close(weights, ranks[1]["fit twice"][1], 0)

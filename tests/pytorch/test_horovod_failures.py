@@ -90,7 +90,7 @@ def begin_while_another_is_lost(path: Path) -> str:
         said[1] = 1
         return "left"
     time.sleep(0.1)  # Horovod's thread lets go of what has been reduced
-    sys.setswitchinterval(60)  # who has Python's lock keeps it, and Horovod's thread has to wait
+    sys.setswitchinterval(60)  # the thread with the GIL keeps it, and Horovod's thread waits
     for number in range(8):
         hvd.allreduce_async(torch.ones(1), name=f"begun {number}")
     said[0] = 1
@@ -131,5 +131,5 @@ def shut_down_at_once() -> list[bool]:
 
 
 def test_threads_that_shut_it_down_at_once_all_return():
-    """The watch's thread does so when another rank is stuck, and the thread that trains when that has woken it."""
+    """The monitor thread does so when another rank hangs, the training thread after its collective was aborted."""
     assert run_ranks(shut_down_at_once, world_size=1) == [[False] * 9]

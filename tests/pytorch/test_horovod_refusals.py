@@ -57,10 +57,10 @@ def test_ranks_of_torchrun_are_refused(make, monkeypatch):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("make", [partial(pl.Trainer, logger=False), Fabric])
-def test_a_rank_whose_parent_has_gone_says_so(make, monkeypatch):
+def test_a_rank_whose_parent_has_exited_reports_it(make, monkeypatch):
     parent = subprocess.Popen(["true"])
     parent.wait()
-    for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY": str(parent.pid)}.items():
+    for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID": str(parent.pid)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=f"The process {parent.pid} that started this rank has ended"):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)
@@ -165,7 +165,7 @@ def test_an_optimizer_that_horovod_has_wrapped_is_refused():
         assert "Use the optimizer without the wrapper" in outcome.text
 
 
-def test_horovods_batch_normalisation_takes_the_place_of_torchs_and_leaves_it_again():
+def test_horovods_batch_normalization_replaces_torchs_and_is_reverted():
     model = WithBatchNorm()
     before, state = model.net[1], state_of(model)
     synchronized = SynchronizedBatchNorm(model)

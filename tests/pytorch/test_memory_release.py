@@ -83,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_trainer_is_collected_when_its_user_lets_go_of_it(tmp_path):
+def test_a_trainer_is_collected_when_its_user_drops_it(tmp_path):
     script = tmp_path / "lets_go.py"
     script.write_text(LETS_GO)
     output = run_script(script, env={"PYTHONPATH": str(REPOSITORY)}).stdout

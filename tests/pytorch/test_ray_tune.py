@@ -1,7 +1,7 @@
 """``ddp_ext`` in trials of Ray Tune, each of which is a ``TorchTrainer`` of Ray Train.
 
 They take more than two minutes of a core, most of it in the seven processes that Ray starts for each trial, and two for
-its ranks: no part of ``make test``, but of ``make long``.
+its ranks: no part of ``make test``, but of ``make slow``.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import MLP, dataset, loader, make_trainer
 from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
 
-pytestmark = [needs_ray, needs_ray_train, pytest.mark.long, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [needs_ray, needs_ray_train, pytest.mark.slow, pytest.mark.timeout(FOREVER_S)]
 
 NUM_EPOCHS = 3
 #: So little of a CPU that trials which have ended may keep theirs, see docs/ddp_ray.md, "Trials of Ray Tune".
@@ -70,7 +70,7 @@ def cluster() -> Iterator[None]:
 
 
 def losses_of_one_process(lr: float) -> list[float]:
-    """Of each epoch, where one process has the batches of two ranks."""
+    """Values of each epoch, if one process has the batches of two ranks."""
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=11)
@@ -99,7 +99,7 @@ def test_of_four_trials_with_two_ranks_each_asha_stops_two(tmp_path):
         tune_config=tune.TuneConfig(
             metric="has_learnt",
             mode="max",
-            # Those that do not learn begin when one that does has ended, so that it is known who is stopped.
+            # Trials that do not learn start after a trial that learns has ended, which determines the stopped trial.
             max_concurrent_trials=2,
             scheduler=ASHAScheduler(max_t=NUM_EPOCHS, grace_period=1, reduction_factor=2),
         ),

@@ -1,4 +1,4 @@
-"""SLURM says that a job's time is nearly over: whichever rank hears it, all save before the same step, and go on."""
+"""SLURM signals that a job's time is nearly over: any rank receives it, all save before the same step, and continue."""
 
 import os
 import signal

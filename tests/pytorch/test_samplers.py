@@ -23,7 +23,7 @@ NUM_SAMPLES = 12
 
 
 class Endless(Sampler):
-    """Has a length, and goes on after it."""
+    """Has a length, and continues after it."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES

@@ -1,7 +1,7 @@
 """The promises of ``ddp_ext`` over more than one host: it trains as on one, and no host waits for one that failed.
 
-One torchrun agent is on each of two hosts, see :mod:`tests.support.hosts`; where these cannot be had, the tests say why
-and are skipped.
+One torchrun agent runs on each of two hosts, see :mod:`tests.support.namespace_hosts`. The tests are skipped, with the
+reason, on a machine that permits no namespaces.
 """
 
 import os
@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.support import elastic_runs, models
-from tests.support.elastic_training import Plan, write_plan
+from tests.support.elastic_script import Plan, write_plan
 from tests.support.examples import EXAMPLE_ENVIRONMENT
-from tests.support.hosts import Host, NoHostsError, run, two_hosts
+from tests.support.namespace_hosts import Host, NoHostsError, run, two_hosts
 from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
 pytestmark = pytest.mark.processes
@@ -292,7 +292,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
     os.kill(pids[3], signal.SIGKILL)
     assert all(code != 0 for code in job.exit_codes(timeout_s=300)), job.output()
-    for rank in range(3):  # by an exception; once in dozens of times gloo does not return, and the watch ends the rank
+    for rank in range(3):  # by an exception; sometimes gloo does not return, and the monitor terminates the rank
         by_watch = f"rank {rank} was terminated because rank 3 failed"
         assert (tmp_path / f"ended{rank}").exists() or by_watch in job.output(), job.output()
     assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
@@ -337,7 +337,7 @@ def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[H
         f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=3"
     )
     torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
-    script = "tests.support.elastic_training", directory
+    script = "tests.support.elastic_script", directory
     # torch 2.13's agents cannot take in a host otherwise, see docs/ddp_elastic.md.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     logs = [tmp_path / f"host{index}.log" for index in range(3)]
@@ -363,5 +363,5 @@ def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[H
     run = elastic_runs.read_run(directory, logs[0].read_text(), code)
     elastic_runs.check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
-    # Who goes on has committed before the third.
+    # The ranks that continue have committed before the third step.
     assert re.search(r"with 2 ranks \(1 new\) from the commit at step \d+; 0 steps are repeated", run.output), run

@@ -1,6 +1,6 @@
 """Parameters that are frozen or unfrozen while training runs, as in transfer learning: ranks stay one model.
 
-torch's DDP, and so Lightning's ``ddp``, exchanges no gradients of what is unfrozen later, without a word.
+torch's DDP, and so Lightning's ``ddp``, silently exchanges no gradients of parameters that are unfrozen later.
 """
 
 import copy
@@ -138,7 +138,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 }
 
 
-#: Of the elements of each bucket that the hook below has averaged.
+#: Numbers of elements of each bucket that the hook below has averaged.
 averaged: list[int] = []
 
 

@@ -1,7 +1,6 @@
-"""What the replicas' steps return is joined to what one step returns for the whole batch.
+"""The outputs of replicas are gathered into the output of one step with the whole batch, with the same gradients.
 
-Gradients through it are the whole batch's too, structures and types are kept, and what does not fit together is refused
-in words that say where and what to do.
+Structures and types are kept. Outputs that do not match are rejected, and the message names the value and the fix.
 """
 
 import dataclasses
@@ -222,7 +221,7 @@ def test_nan_is_not_lost():
     assert gather([torch.tensor(math.nan), torch.tensor(1.0)], [1, 1], CPU, "output").isnan()
 
 
-def test_a_loss_may_be_a_number_where_a_replica_had_nothing_to_compute_it_from():
+def test_a_loss_may_be_a_number_in_a_replica_without_data_for_the_loss():
     weight = torch.tensor(3.0, requires_grad=True)
 
     result = gather([weight * 2, 0.0], [1, 1], CPU, "output")
@@ -247,7 +246,7 @@ def test_a_loss_may_be_a_number_where_a_replica_had_nothing_to_compute_it_from()
         ([np.array(3), np.array(4)], torch.tensor([3, 4])),
     ],
 )
-def test_whole_numbers_stay_apart_one_entry_per_replica(values, expected):
+def test_integers_become_one_entry_per_replica(values, expected):
     result = gather(values, [5, 5][: len(values)], CPU, "output")
 
     assert result.dtype == expected.dtype
@@ -330,23 +329,29 @@ def test_keys_may_come_in_another_order():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([torch.ones(1), None], r"`out` .* replica 1 returned None and replica 0 did not\. Return a value from each"),
-        ([{"loss": None}, {"loss": 1.0}], r'`out\["loss"\]` .* replica 0 returned None and replica 1 did not'),
+        ([torch.ones(1), None], r"`out` .* is None in replica 1, but not in replica 0\. Use a value in all replicas"),
+        ([{"loss": None}, {"loss": 1.0}], r'`out\["loss"\]` .* is None in replica 0, but not in replica 1'),
         (
             [(torch.ones(1, 3),), (torch.ones(1, 4),)],
-            r"`out\[0\]` .* replica 1 returned the shape \(1, 4\) and replica 0 \(1, 3\).* Pad to one length or",
+            r"`out\[0\]` .* shape is \(1, 4\) in replica 1, but \(1, 3\) in replica 0.* Pad to one length, or",
         ),
-        ([torch.ones(1, 3), torch.ones(1)], r"`out` .* the shape \(1,\) and replica 0 \(1, 3\)"),
-        ([torch.tensor(1.0), torch.ones(1)], r"`out` .* the shape \(1,\) and replica 0 \(\)"),
-        ([np.ones((1, 3)), np.ones((1, 4))], r"`out` .* the shape \(1, 4\) and replica 0 \(1, 3\)"),
-        ([torch.ones(1), "a"], r"`out` .* replica 1 returned a value of type str and replica 0 of type Tensor"),
-        ([torch.ones(1), np.ones(1)], r"`out` .* of type ndarray and replica 0 of type Tensor\. Return the same type"),
-        ([np.ones(1), [1]], r"`out` .* of type list and replica 0 of type ndarray"),
-        ([(1,), [1]], r"`out` .* of type list and replica 0 of type tuple"),
-        ([1, {}], r"`out` .* of type dict and replica 0 of type int"),
-        ([Scores({"a": 1}, 1), Scores({"b": 1}, 1)], r'`out\.logits` .* the keys \["b"\] and replica 0 \["a"\]'),
-        ([(1, 2), (1,)], r"`out` .* replica 1 returned the parts \[0\] and replica 0 \[0\], \[1\]\. Return the same"),
-        ([{"a": 1}, {}], r'`out` .* replica 1 returned the keys of nothing and replica 0 \["a"\]'),
+        ([torch.ones(1, 3), torch.ones(1)], r"`out` .* shape is \(1,\) in replica 1, but \(1, 3\) in replica 0"),
+        ([torch.tensor(1.0), torch.ones(1)], r"`out` .* shape is \(1,\) in replica 1, but \(\) in replica 0"),
+        ([np.ones((1, 3)), np.ones((1, 4))], r"`out` .* shape is \(1, 4\) in replica 1, but \(1, 3\) in replica 0"),
+        ([torch.ones(1), "a"], r"`out` .* is of type str in replica 1, but of type Tensor in replica 0"),
+        ([torch.ones(1), np.ones(1)], r"`out` .* type ndarray in replica 1, but of type Tensor .* Use the same type"),
+        ([np.ones(1), [1]], r"`out` .* of type list in replica 1, but of type ndarray in replica 0"),
+        ([(1,), [1]], r"`out` .* of type list in replica 1, but of type tuple in replica 0"),
+        ([1, {}], r"`out` .* of type dict in replica 1, but of type int in replica 0"),
+        (
+            [Scores({"a": 1}, 1), Scores({"b": 1}, 1)],
+            r'`out\.logits` .* keys are \["b"\] in replica 1, but \["a"\] in replica 0',
+        ),
+        (
+            [(1, 2), (1,)],
+            r"`out` .* its parts are \[0\] in replica 1, but \[0\], \[1\] in replica 0\. Use the same parts for",
+        ),
+        ([{"a": 1}, {}], r'`out` .* its keys are none in replica 1, but \["a"\] in replica 0\. Use the same keys for'),
         ([pack_sequence([torch.ones(2)])] * 2, r"`out` is a PackedSequence, .* Return the padded tensor"),
         (
             [torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)] * 2,
@@ -354,6 +359,6 @@ def test_keys_may_come_in_another_order():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_the_place_and_the_fix(values, message):
+def test_values_that_do_not_match_are_rejected_with_their_name_and_the_fix(values, message):
     with pytest.raises(ValueError, match=message):
         gather(values, [1, 1], CPU, "out")

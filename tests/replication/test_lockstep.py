@@ -1,4 +1,4 @@
-"""What ``replication/lockstep.py`` promises: functions meet or fail, in turns or at once, and never wait never."""
+"""Functions in lockstep run an action once or raise an error, sequentially and concurrently, and never deadlock."""
 
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 from lightning_strategies_ext.replication.lockstep import Lockstep
 
 
-@pytest.fixture(params=[True, False], ids=["in turns", "at once"])
+@pytest.fixture(params=[True, False], ids=["sequential", "concurrent"])
 def lockstep(request):
     threads = threading.active_count()
     lockstep = Lockstep(3, request.param)
@@ -26,13 +26,13 @@ def run(lockstep, function):
 def test_an_action_of_all_replicas_runs_once_on_the_callers_thread(lockstep):
     callers = []
 
-    def act(payloads):
+    def action(payloads):
         callers.append(threading.current_thread())
         return sum(payloads)
 
     def function(participant):
-        total = participant.run_once("sum", act, participant.index)
-        return participant.run_once("sum", act, total + participant.index), threading.current_thread().name
+        total = participant.run_once("sum", action, participant.index)
+        return participant.run_once("sum", action, total + participant.index), threading.current_thread().name
 
     here = threading.current_thread()
     assert run(lockstep, function) == [(12, here.name), (12, "replica 1"), (12, "replica 2")]
@@ -45,7 +45,7 @@ def test_sequential_replicas_without_a_common_action_need_no_thread():
     assert run(lockstep, lambda each: (each.index, threading.active_count())) == [(i, threads) for i in range(3)]
 
 
-def test_turns_are_taken_in_order():
+def test_sequential_functions_run_in_order():
     lockstep = Lockstep(3, is_sequential=True)
     order = []
 
@@ -59,14 +59,14 @@ def test_turns_are_taken_in_order():
     lockstep.close()
 
 
-def test_at_once_is_at_once():
+def test_concurrent_functions_run_at_the_same_time():
     lockstep = Lockstep(3, is_sequential=False)
     barrier = threading.Barrier(3)
     assert sorted(run(lockstep, lambda participant: barrier.wait(10))) == [0, 1, 2]
     lockstep.close()
 
 
-def test_functions_run_nested_what_they_wait_for(lockstep):
+def test_an_action_can_run_functions_on_the_threads_that_wait_for_it(lockstep):
     def function(participant):
         def inner():
             return participant.run_once("inner", sum, 1) + participant.index
@@ -95,7 +95,7 @@ def test_a_failure_unwinds_the_others_and_is_raised(lockstep, failing):
     assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
-def test_what_is_done_for_all_may_fail_for_all(lockstep):
+def test_an_exception_of_an_action_is_raised_in_all_functions(lockstep):
     def function(participant):
         with pytest.raises(ZeroDivisionError):
             participant.run_once("division", lambda payloads: 1 // 0)
@@ -139,14 +139,14 @@ def test_a_failure_inside_a_nested_action_leaves_no_replica_waiting(lockstep, fa
 def test_replicas_that_return_early_or_run_another_action_are_named(lockstep, early):
     def leaves(participant):
         if participant.index != early:
-            participant.run_once("the meeting", lambda payloads: None)
+            participant.run_once("the action", lambda payloads: None)
 
     def differs(participant):
-        participant.run_once(f"meeting {participant.index == early}", lambda payloads: None)
+        participant.run_once(f"action {participant.index == early}", lambda payloads: None)
 
     with pytest.raises(RuntimeError, match=rf"replica {early} has returned"):
         run(lockstep, leaves)
-    with pytest.raises(RuntimeError, match=rf"replica {early} waits in meeting True"):
+    with pytest.raises(RuntimeError, match=rf"replica {early} waits in action True"):
         run(lockstep, differs)
 
 
@@ -155,7 +155,7 @@ def test_an_action_outside_of_a_replicas_step_is_refused(lockstep):
         lockstep.participants[0].run_once("the sum", sum, 1)
 
 
-def test_a_failure_inside_what_is_waited_for_unwinds_all(lockstep):
+def test_a_failure_after_a_nested_action_unwinds_all(lockstep):
     def function(participant):
         def inner():
             participant.run_once("inner", sum, 1)

@@ -1,6 +1,6 @@
-"""A batch is cut into parts that are together the batch, or refused in words that say where and what to do.
+"""A batch is split into parts that together are the batch, or is rejected with the path of a value and the fix.
 
-The parts are balanced and in order, their tensors are views, and their collections have the batch's types.
+The parts are balanced and in order, their tensors are views, and their collections have the types of the batch.
 """
 
 import dataclasses
@@ -185,7 +185,7 @@ def test_the_number_of_samples_is_what_the_parts_agree_on(batch, expected):
     assert all(count_samples(part.value) == part.num_samples for part in parts if part.num_samples > 1)
 
 
-def test_detection_targets_go_with_their_images():
+def test_detection_targets_are_in_the_parts_of_their_images():
     images, targets = rows(4, 3, 8, 8), detections(2, 0, 3, 2)
 
     first, second = values(split([images, targets], 2))
@@ -194,7 +194,7 @@ def test_detection_targets_go_with_their_images():
     assert second[1] == targets[2:]
 
 
-def test_a_list_of_values_for_all_samples_is_cut_value_by_value():
+def test_a_list_of_values_for_all_samples_is_split_value_by_value():
     first, second = values(split([rows(2, 5), rows(2)], 2))
 
     assert [value.shape for value in first] == [(1, 5), (1,)]
@@ -213,7 +213,7 @@ def test_strings_as_default_collate_leaves_them():
     assert [part[1] for part in values(split(batch, 2))] == [("a", "b"), ("c",)]
 
 
-def test_what_has_no_rows_is_given_to_each_part_as_it_is():
+def test_values_without_rows_are_in_each_part_unchanged():
     batch = {"x": rows(4), "graph": Graph(), "scale": torch.tensor(2.0), "mean": [1, 2, 3], "size": (4, 4), "empty": {}}
 
     for part in values(split(batch, 2)):
@@ -280,7 +280,7 @@ def test_a_rebuilt_defaultdict_has_its_factory():
         (torch.nested.nested_tensor([rows(2), rows(3)], layout=torch.jagged), r"`batch` is a nested tensor"),
     ],
 )
-def test_a_batch_that_cannot_be_split_is_refused_with_the_place_and_the_fix(batch, message):
+def test_a_batch_that_cannot_be_split_is_rejected_with_the_path_and_the_fix(batch, message):
     fix = "Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`."
     for num_parts in (1, 2):
         with pytest.raises(ValueError, match=message) as caught:

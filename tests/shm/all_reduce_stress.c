@@ -78,7 +78,7 @@ static void *work(void *argument)
         }
     }
     free(own);
-    return g; /* read by nobody any more only when all have ended */
+    return g; /* no thread reads it after all have ended */
 }
 
 int main(int count, char **arguments)

@@ -59,7 +59,7 @@ class Operation:
         extra: Elements more or less.
         root: A rank of the group, modulo its size.
         waits: How its end is awaited: at once, later, or later through its future.
-        seed: Of the numbers in its tensors.
+        seed: Seed of the numbers in its tensors.
     """
 
     kind: str

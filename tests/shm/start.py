@@ -55,7 +55,7 @@ def check_programs(programs: Sequence[Program], world_size: int) -> None:
 
 def _compare(programs: Sequence[Program]) -> list[list[str | None]]:
     """Runs programs on one rank; returns a digest of each result of each program, None where it is no member."""
-    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(4 * SLOT_NUM_BYTES)
+    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(4 * SLOT_NUM_BYTES)
     order = random.Random(start_shm())
     timeout = timedelta(seconds=TIMEOUT_S)
     groups = {"gloo": [dist.new_group(backend="gloo", timeout=timeout)], "shm": [dist.group.WORLD]}

@@ -1,4 +1,4 @@
-"""The promises of the ``shm`` process group when something fails: nobody hangs, and who is at fault is named."""
+"""The promises of the ``shm`` process group after a failure: no rank hangs, and the error names the failed rank."""
 
 import os
 import re
@@ -16,11 +16,11 @@ from lightning_strategies_ext.shm.creation import ShmOptions
 from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
 from tests.shm.start import start_shm
 from tests.support import ranks
+from tests.support.private_dev_shm import private_shared_memory
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
-from tests.support.shared_memory import private_shared_memory
 
 MANY = 1_000_000
-VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
@@ -129,7 +129,7 @@ def reduce_after_the_end() -> str:
 
 
 @pytest.mark.processes
-def test_a_group_that_was_shut_down_says_so():
+def test_a_group_that_was_shut_down_raises_an_error_about_it():
     assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end))
 
 
@@ -358,7 +358,7 @@ def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
 
 
 @pytest.mark.processes
-def test_without_room_in_shared_memory_the_group_talks_over_gloo_and_says_so_once():
+def test_without_space_in_shared_memory_the_group_uses_gloo_and_logs_it_once():
     outcomes = outcomes_of_ranks(start_with_too_much, 10**15)
     assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
     said = [[line for line in outcome.output.splitlines() if "falling back to gloo" in line] for outcome in outcomes]

@@ -28,7 +28,7 @@ COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
 
 
 def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
-    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(16 * SLOT_NUM_BYTES)
+    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(16 * SLOT_NUM_BYTES)
     rank = start_shm()
     os.environ[DISABLE_VARIABLE] = "0"
     library.cache_clear()
@@ -170,7 +170,7 @@ def reduce_in_two_groups() -> tuple[float, bool]:
         ({"CC": "false -v"}, "false fails"),
     ],
 )
-def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
+def test_without_a_native_library_operations_use_rounds_and_the_reason_is_logged(
     environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     for name, value in {user_cache.CACHE_VARIABLE: str(tmp_path), **environment}.items():
@@ -220,7 +220,7 @@ def test_a_file_that_is_no_native_library_is_compiled_again(kept: Path):
     assert made.stat().st_size > 1000
 
 
-def test_a_cache_that_cannot_be_written_to_does_no_harm(kept: Path):
+def test_a_cache_that_is_not_writable_is_ignored(kept: Path):
     kept.parent.write_text("a file where the directory should be")
     assert library().functions.all_reduce_group_bytes() > 0
 

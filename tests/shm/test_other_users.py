@@ -28,7 +28,7 @@ from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_script
 
-NOBODY = 65_500
+OTHER_USER = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or give files away")
 
 
@@ -40,8 +40,8 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
     if home is not None:
         os.environ["HOME"] = home
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(OTHER_USER)
+    os.setuid(OTHER_USER)
     start_shm()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
@@ -51,9 +51,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
 @pytest.mark.processes
 @needs_root
 @pytest.mark.parametrize("home", [None, "/root", "/proc"])
-def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
-    home: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_user_without_a_home_trains_and_the_cost_is_logged(home: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(ranks.rank_environment, DISABLE_VARIABLE, raising=False)
     outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
@@ -94,7 +92,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def spoil(path: Path, how: str) -> None:
     """Makes a file or directory such that another user could have changed it."""
     if how == "of another user":
-        os.chown(path, NOBODY, -1)
+        os.chown(path, OTHER_USER, -1)
     else:
         path.chmod(path.stat().st_mode | (stat.S_IWGRP if how == "writable by its group" else stat.S_IWOTH))
 
@@ -160,7 +158,7 @@ def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, h
 
 
 @pytest.mark.processes
-def test_the_command_says_that_a_wheel_is_not_safe(tmp_path: Path):
+def test_the_command_reports_that_a_wheel_is_not_safe(tmp_path: Path):
     make = f"""
 from pathlib import Path
 from lightning_strategies_ext.horovod_build.cache import WheelCache
@@ -212,7 +210,7 @@ def connect_beside_strangers(num_strangers: int, as_others: bool) -> tuple[float
 
 def call_first(address: str, number: int, as_others: bool, strangers: ExitStack) -> None:
     if as_others:
-        os.seteuid(NOBODY)
+        os.seteuid(OTHER_USER)
     for _ in range(number):
         link = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         link.setblocking(False)
@@ -240,7 +238,7 @@ def rendezvous_of_one(tmp_path: Path, size: int = 2) -> Rendezvous:
     return Rendezvous(0, size, dist.FileStore(str(tmp_path / "store"), size))
 
 
-def test_a_rank_that_says_nothing_is_named(tmp_path: Path):
+def test_an_unresponsive_rank_is_named(tmp_path: Path):
     meeting = rendezvous_of_one(tmp_path, size=3)
     with pytest.raises(TimeoutError, match="rank 1 of the group, rank 2 of the group did not connect"):
         meeting.announce({}, time.monotonic() + 0.3)
@@ -249,7 +247,7 @@ def test_a_rank_that_says_nothing_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(("rank", "kind"), [(1, PeerLostError), (0, TimeoutError)])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: type[Exception]):
-    """The one with the lower rank waits for a call; the other calls where nobody listens any more."""
+    """The lower rank waits for a connection; the other connects to a port on which no process listens any more."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
     words = [each._address for each in (one, other)]
@@ -287,7 +285,7 @@ def effective_user(user: int) -> Iterator[None]:
 
 
 @needs_root
-@pytest.mark.parametrize("user", [NOBODY, 65534])
+@pytest.mark.parametrize("user", [OTHER_USER, 65534])
 def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user: int):
     rendezvous = Rendezvous(1, 2, dist.FileStore(str(tmp_path / "store"), 2))
     with effective_user(user), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -306,7 +304,7 @@ def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user:
 def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
     rendezvous = rendezvous_of_one(tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        with effective_user(NOBODY):
+        with effective_user(OTHER_USER):
             stranger.connect("\0" + rendezvous._address)
         socket.send_fds(stranger, [struct.pack("<I16s", 1, rendezvous._token)], [0])
         with pytest.raises(TimeoutError, match=f"rank 1 .pid {os.getpid()}"):
@@ -318,8 +316,8 @@ def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
 
 def start_as_two_users() -> None:
     if os.environ["LOCAL_RANK"] == "1":
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(OTHER_USER)
+        os.setuid(OTHER_USER)
     start_shm()
 
 
@@ -329,7 +327,7 @@ def test_ranks_of_different_users_get_one_error_that_names_both():
     for outcome in outcomes_of_ranks(start_as_two_users):
         assert outcome.error is not None
         assert "PermissionError: `shm`: rank" in outcome.error
-        assert f"as user {NOBODY}" in outcome.error
+        assert f"as user {OTHER_USER}" in outcome.error
         assert "as user 0" in outcome.error
         assert "process_group_backend='gloo'" in outcome.error
 

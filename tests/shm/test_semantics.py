@@ -168,7 +168,7 @@ def average_whole_numbers() -> list[list[int]]:
     return results
 
 
-def test_the_average_of_whole_numbers_is_cut_off():
+def test_the_average_of_integers_is_truncated():
     assert run_ranks(average_whole_numbers) == [[[1, 7, 5]] * 4] * 2
 
 

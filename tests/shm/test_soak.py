@@ -51,7 +51,7 @@ def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, i
             last_good = time.monotonic()
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - last_good, step
-    return "nobody has died", 0.0, step
+    return "no rank was killed", 0.0, step
 
 
 @pytest.mark.timeout(900 + 10 * NUM_ROUNDS)

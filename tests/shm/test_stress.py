@@ -44,9 +44,9 @@ NUM_EXAMPLES = {2: 6, 3: 5}
 KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce", "barrier"]
 KINDS += ["reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
 NUM_THREADS = 3
-#: Groups that a storm destroys and makes anew, besides the one of all ranks and a subgroup that stay.
+#: Groups that a storm destroys and creates again, in addition to the one of all ranks and a subgroup that stay.
 SHORT_LIVED = 2
-HOWS = ["wait", "callback", "wait in vain first"]
+HOWS = ["wait", "callback", "wait too briefly first"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Move:
     destroys: bool
 
 
-def go_through(storms: Sequence[Sequence[Move]]) -> None:
+def run_storms(storms: Sequence[Sequence[Move]]) -> None:
     """Goes through storms on one rank."""
     rank = start_shm()
     members = subgroups_of(dist.get_world_size())[0]
     for number, storm in enumerate(storms):
-        problem = Storm(members, random.Random(rank)).go_through(storm)
+        problem = Storm(members, random.Random(rank)).run(storm)
         assert not problem, f"storm {number}: {problem}\n{storm}"
     dist.barrier()
 
@@ -87,7 +87,7 @@ class Storm:
         self._pools = [ThreadPoolExecutor(1) for _ in range(NUM_THREADS)]
         self._destroyed: list[Any] = []
 
-    def go_through(self, storm: Sequence[Move]) -> str:
+    def run(self, storm: Sequence[Move]) -> str:
         """Returns what went wrong; nothing if all was well."""
         ends = [self._make(move) for move in storm]
         problems = [self._problem_of(move, end) for move, end in zip(storm, ends, strict=True)]
@@ -160,7 +160,7 @@ def _end(started: Any, how: str) -> list[Tensor]:
             called: list[int] = []
             work.get_future().then(lambda future: called.append(len(future.value()))).wait()  # noqa: B023
             assert called == [len(work.result())]
-        elif how == "wait in vain first" and isinstance(work, ShmWork):
+        elif how == "wait too briefly first" and isinstance(work, ShmWork):
             try:
                 work.wait(timedelta(microseconds=1))
             except dist.DistBackendError:
@@ -222,6 +222,6 @@ def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(world_size: int):
     )
     @given(STORMS)
     def check(storms: list[list[Move]]) -> None:
-        run_ranks(go_through, storms, world_size=world_size)
+        run_ranks(run_storms, storms, world_size=world_size)
 
     check()

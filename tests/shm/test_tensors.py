@@ -49,7 +49,7 @@ def call_with_dtensors() -> tuple[list[str], list[str], float]:
     return said[0], said[1], plain[0].item()
 
 
-def test_dtensors_are_refused_as_by_gloo_and_the_group_goes_on():
+def test_dtensors_are_refused_as_by_gloo_and_the_group_continues():
     for ours, theirs, total in run_ranks(call_with_dtensors):
         assert ours == theirs
         assert all(ours)
@@ -71,7 +71,7 @@ def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
                 lambda: dist.all_gather_into_tensor(whole, tensor, group=group),  # noqa: B023
                 lambda: dist.reduce_scatter_tensor(part, tensor, group=group),  # noqa: B023
             ]
-            if rank == 0:  # nothing is carried out, so nobody need take part
+            if rank == 0:  # nothing is executed, so no other rank need take part
                 calls.append(lambda: dist.barrier(group=group))  # noqa: B023
             said.append([first_words(call) for call in calls])
     plain = torch.full((3,), rank + 1.0)

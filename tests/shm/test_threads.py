@@ -95,7 +95,7 @@ def reduce_with_options_that_do_not_say() -> tuple[list[float], bool]:
     return [one[0].item(), other[0, 0].item()], all(work.is_completed() for work in works)
 
 
-def test_options_that_do_not_say_whether_the_caller_waits_give_a_handle():
+def test_options_without_async_op_return_a_handle():
     assert run_ranks(reduce_with_options_that_do_not_say) == [([6.0, 3.0], True)] * 2
 
 

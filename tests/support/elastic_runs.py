@@ -1,4 +1,4 @@
-"""Runs :mod:`.elastic_training` with a launcher, and reads the files that its ranks write.
+"""Runs :mod:`.elastic_script` with a launcher, and reads the files that its ranks write.
 
 run = run_workers(2, once(kill, rank=1, step=70), joins_later, strategy=STRATEGY, **UNTIL_IT_JOINS)
 check_is_as_good_as_undisturbed(run)
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Disturbance, Plan, write_plan
+from tests.support.elastic_script import NUM_EPOCHS, NUM_TRAINED, Disturbance, Plan, write_plan
 from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 STRATEGY = {"commit_every_n_steps": 20}
@@ -118,7 +118,7 @@ def run_plan(
     with tempfile.TemporaryDirectory() as temporary:
         directory = directory or Path(temporary)
         write_plan(directory, plan)
-        command = *start, sys.executable, "-m", "tests.support.elastic_training", directory
+        command = *start, sys.executable, "-m", "tests.support.elastic_script", directory
         result = run_command(*command, env={**SELDOM, **(env or {})}, timeout_s=timeout_s)
         return read_run(directory, result.stdout, result.returncode)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.environments import table
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_script
+from tests.support.virtual_environments import table
 
 EXAMPLES = REPOSITORY / "examples"
 #: Where ``make test`` installs scikit-learn and matplotlib, see the Makefile.

@@ -24,10 +24,10 @@ from lightning_strategies_ext import (
     TopK,
 )
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
-from lightning_strategies_ext.torch_distributed.compression import host_groups, ordered_executor, top_k
+from lightning_strategies_ext.torch_distributed.compression import codecs, compressed_gradients, host_groups
+from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
 from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import create_exchange
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from tests.support.models import make_trainer
 from tests.support.ranks import run_ranks
 
@@ -238,7 +238,7 @@ def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
 def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, make: Callable[[int], Tensor]) -> None:
     """The bound that convergence rests on: Stich et al. 2018, definition 2.1."""
     values, count = make(size), size // 100
-    places = top_k._largest(values, count)
+    places = codecs._largest(values, count)
     assert len(places.unique()) == len(places) == count
     left = values.index_fill(0, places, 0.0)
     assert left.square().sum() <= (1 - count / size) * values.square().sum() * (1 + 1e-5)
@@ -246,7 +246,7 @@ def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, mak
 
 def test_chosen_are_nearly_the_largest() -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(1)).pow(3)
-    chosen = values[top_k._largest(values, 3000)].abs().sum()
+    chosen = values[codecs._largest(values, 3000)].abs().sum()
     assert chosen >= 0.99 * values.abs().topk(3000).values.sum()
 
 
@@ -333,7 +333,7 @@ def exchange_beside_others(size: int) -> dict[str, list[str]]:
         def wait_stream(self, other: Any) -> None:
             events.append("exchange")
 
-    ordered_executor.side_stream, ordered_executor.Future = lambda device: Stream(), Waited  # type: ignore[assignment]
+    compressed_gradients.side_stream, compressed_gradients.Future = lambda device: Stream(), Waited  # type: ignore[assignment]
     torch.cuda.current_stream, torch.cuda.stream = Mock(), lambda stream: nullcontext()  # type: ignore[assignment]
     Tensor.record_stream = Mock()  # type: ignore[method-assign]
     found = {}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_strategies_ext.torch_distributed.direct_exchange import LARGE_NUM_BYTES
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.wrapping import wrap_in_ddp
+from tests.support.private_dev_shm import private_shared_memory
 from tests.support.ranks import run_ranks, start_command
-from tests.support.shared_memory import private_shared_memory
 from tests.torch_distributed.direct_exchange_cases import CASES, WIDTH, Net, batch, gradients
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A rank lets go of the others, whether they live or not, and of nobody else."""
+"""A rank closes its connections to other ranks, whether these are running or not, and no other connections."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_strategies_ext._system.gpu_sync import is_aborted
 from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.disconnect import can_abort, disconnect
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -57,7 +57,7 @@ def wait_for_one_that_is_killed() -> float:
     return fails_once_it_is_cut_off(other)
 
 
-def test_a_dead_ones_connections_are_cut_though_a_child_of_its_own_holds_them():
+def test_connections_to_a_killed_rank_are_closed_although_its_child_holds_them():
     survivor, _ = outcomes_of_ranks(wait_for_one_that_is_killed)
     assert survivor.value is not None, survivor
     assert 0.4 < survivor.value < LIMIT_S
@@ -96,7 +96,7 @@ def wait_over_gloo_beside_another_backend() -> float:
     return waited_s
 
 
-def test_a_rank_that_waits_over_gloo_is_cut_off_also_where_gpus_have_another_backend():
+def test_disconnecting_aborts_gloo_also_if_gpus_have_another_backend():
     waited_s, _ = run_ranks(wait_over_gloo_beside_another_backend)
     assert 0.4 < waited_s < LIMIT_S
 
@@ -120,9 +120,9 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     dist.Backend.register_backend("waiting", lambda store, rank, size, timeout: Waiting(rank, size), devices=["cpu"])
     dist.init_process_group("waiting", store=dist.HashStore(), rank=0, world_size=1)
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
-    can_abort = process_group.can_abort()
+    is_abortable = can_abort()
     disconnect([])
-    found = [can_abort, is_aborted(), [aborted.count(group) for group in groups]]
+    found = [is_abortable, is_aborted(), [aborted.count(group) for group in groups]]
     process_group.leave_subgroup(groups[2])  # the other one is left with the default group
     process_group.stop()
     return [*found, dist.is_initialized(), len(aborted)]

@@ -96,7 +96,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "powersgd": {"compression": "powersgd"},
     "topk": {"compression": "topk"},
 }
-#: Of hooks that round.
+#: Tolerance of hooks that round.
 TOLERANCES = {"bf16": 2e-2}
 
 

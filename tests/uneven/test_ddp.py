@@ -34,7 +34,7 @@ HOOKS = {
         "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
     },
 }
-#: Of the weights after 12 steps: such hooks round each gradient to 8 or 11 bits.
+#: Tolerance of the weights after 12 steps: such hooks round each gradient to 8 or 11 bits.
 TOLERANCES = {"all-reduce": 0.0, "bf16": 2e-3, "compressed to bf16": 2e-3, "wrapped in fp16": 2e-4}
 
 
@@ -182,7 +182,7 @@ def test_what_a_rank_without_data_uses_in_a_window_counts_for_nothing(ranks, len
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_that_fit_starts_join_and_everything_comes_back(kind):
+def test_workers_that_fit_starts_join_and_all_results_are_returned(kind):
     with DDPSpawnStrategy(uneven_inputs="join") as strategy:
         result = train(strategy, (5, 3), kind, Model)
     for key, value in reference("join", (5, 3), kind).items():

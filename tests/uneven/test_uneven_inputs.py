@@ -158,7 +158,7 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
+def test_shadow_steps_do_not_count_for_batch_normalization(engine, ranks, kind):
     results = [rank["batch norm", kind]["weights"] for rank in ranks]
     tracked = [weights["1.num_batches_tracked"].item() / NUM_EPOCHS for weights in results]
     assert tracked == ([3, 3] if engine == "horovod" else [5, 5])
@@ -205,7 +205,7 @@ def test_what_has_been_exchanged_already_counts_once(ranks, length):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_validation_and_checkpoints_go_on_after_a_rank_has_joined(ranks, kind):
+def test_validation_and_checkpoints_continue_after_a_rank_has_joined(ranks, kind):
     for rank in ranks:
         assert rank["checkpoints", kind]["num_validated"] == [2, 2, 2, 2]
         assert rank["checkpoints", kind]["global_step"] == 6

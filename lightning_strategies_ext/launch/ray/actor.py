@@ -45,15 +45,14 @@ from lightning_strategies_ext.launch.protocol import (
     WorkerHostInfo,
     WorkerOutput,
     WorkerSetup,
-    decode,
 )
+from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 from lightning_strategies_ext.launch.ray.worker_link import (
     FLUSH_TIMEOUT_S,
     MAX_RECEIVED_BYTES,
     LinkServer,
     WorkerLink,
     connect_worker,
-    frame_of,
 )
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile
@@ -273,7 +272,7 @@ class MainLink:
             OSError: If the main process has exited.
         """
         with self._sending:
-            self._connected.sendall(frame_of(message))
+            self._connected.sendall(encode_message(message))
 
     def receive(self) -> LinkMessage:
         """Waits for a message for the task."""
@@ -299,7 +298,7 @@ class MainLink:
             messages: list[LinkMessage] | None = None
             with suppress(OSError, ValueError):
                 data = self._connected.recv(MAX_RECEIVED_BYTES)
-                messages = [decode(*frame) for frame in frames.decode(data)] if data else None
+                messages = [decode_message(*frame) for frame in frames.decode(data)] if data else None
             if messages is None:  # the main process has exited, or does not follow the protocol
                 os.kill(os.getpid(), signal.SIGKILL)
             for message in messages or ():
@@ -321,7 +320,7 @@ class MainLink:
         with self._sending:
             data = os.read(pipe, MAX_RECEIVED_BYTES)
             with suppress(OSError):  # the other thread detects it
-                self._connected.sendall(frame_of(WorkerOutput(is_error, data)))
+                self._connected.sendall(encode_message(WorkerOutput(is_error, data)))
             self._num_bytes += len(data)
         return False
 

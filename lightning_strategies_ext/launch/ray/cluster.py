@@ -1,38 +1,33 @@
-"""The Ray cluster of this process, and whether it can ever have the resources that workers need.
+"""The connection of this process to a Ray cluster: one of the user, or one that this module starts on this machine.
 
-This module connects to a cluster of the user, or starts one on this machine. It imports Ray only within functions.
+This module imports Ray only within functions.
 
 A process has at most one connection to Ray. A connection that the user has opened stays open. One that this module has
-opened is closed with the last pool that uses it, and a cluster that this module has started ends with it.
+opened is closed with the last pool that uses it. A cluster that this module has started then exits.
 """
 
 import importlib.util
 import logging
-import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from lightning_strategies_ext._system.interpreters import module_path
+from lightning_strategies_ext.launch.ray.resources import ResourceDemand
 from lightning_strategies_ext.registry import StrategyUnavailableError
 
 log = logging.getLogger(__name__)
 
-PlacementStrategy = Literal["PACK", "SPREAD"]
-
 #: Requirement of the extra `ray` of this package.
 REQUIREMENT = "ray>=2.60,<3"
-#: Granularity of Ray's amounts of resources.
-_STEP = 1e-4
 #: Maximum length of the path of Ray's directory: the paths of sockets in it must not exceed 107 characters.
 _MAX_PATH_CHARACTERS = 36
 #: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
@@ -40,113 +35,10 @@ _CLIENT_ATTEMPTS = 3
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _lock = threading.RLock()
-_users = 0
-_directory: str | None = None
-_session: str | None = None
-_address: str | None = None
-
-
-@dataclass(frozen=True)
-class ResourceDemand:
-    """Resources of each worker, and the placement of workers on hosts.
-
-    Attributes:
-        num_cpus: CPUs per worker; a fraction if several workers share one.
-        num_gpus: GPUs per worker.
-        resources: Further resources per worker, by their names in the cluster.
-        placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many.
-    """
-
-    num_cpus: float = 1
-    num_gpus: float = 0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    placement_strategy: PlacementStrategy = "PACK"
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """Resources of one worker, as a bundle of a Ray placement group."""
-        needed = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
-        return {name: amount for name, amount in needed.items() if amount}
-
-    def check_fits(self, num_workers: int, hosts: Sequence[Mapping[str, float]], cluster: str) -> None:
-        """Rejects more workers than the cluster can ever run at once.
-
-        Args:
-            num_workers: Number of workers.
-            hosts: Resources of each host of the cluster.
-            cluster: Name of the cluster in the error message.
-
-        Raises:
-            ValueError: If the workers do not fit; the message has the numbers.
-        """
-        for name, amount in self.bundle.items():
-            needed, available = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
-            if needed > available + _STEP:
-                raise ValueError(
-                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need"
-                    f" {_amount_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
-                    " per worker (with a fraction, several workers share one), or add hosts to the cluster."
-                )
-        capacities = [
-            min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in self.bundle.items()), default=0)
-            for host in hosts
-        ]
-        if sum(capacities) < num_workers:
-            needs = " and ".join(_amount_text(name, amount) for name, amount in self.bundle.items())
-            raise ValueError(
-                f"`num_workers={num_workers}` workers that each need {needs} do not fit into {cluster}: its"
-                f" {len(hosts)} hosts can run {' + '.join(map(str, capacities))} of them, because a worker cannot"
-                " span hosts. Request fewer workers, or less per worker."
-            )
-
-    def _argument(self, name: str) -> str:
-        if name in ("CPU", "GPU"):
-            return f"num_{name.lower()}s_per_worker={self.bundle[name]:g}"
-        return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
-
-
-def check_resource_arguments(
-    num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement_strategy: Any
-) -> None:
-    """Checks the strategy's arguments about workers, without a cluster.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a value is invalid.
-    """
-    if num_workers is not None and (not isinstance(num_workers, int) or isinstance(num_workers, bool)):
-        raise TypeError(f"`num_workers` must be an int or None, got {num_workers!r}.")
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"`num_workers={num_workers!r}` must be at least 1.")
-    resources = {} if resources is None else resources
-    if not isinstance(resources, Mapping):
-        raise TypeError(f"`resources_per_worker` must be a dict such as {{'fast': 1}}, got {resources!r}.")
-    for name in ("CPU", "GPU"):
-        if name in resources:
-            raise ValueError(f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead.")
-    amounts = {"num_cpus_per_worker": num_cpus, "num_gpus_per_worker": 0 if num_gpus is None else num_gpus}
-    amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
-    for name, amount in amounts.items():
-        if not isinstance(amount, (int, float)) or isinstance(amount, bool):
-            raise TypeError(f"`{name}` must be a number, got {amount!r}.")
-        if not 0 <= amount < math.inf:
-            raise ValueError(f"`{name}={amount!r}` must be finite and not negative.")
-        if amount > 1 and amount != int(amount):
-            raise ValueError(f"`{name}={amount!r}`: Ray supports fractions only below 1. Use a whole number.")
-    if not num_cpus:
-        raise ValueError(
-            "`num_cpus_per_worker=0`: a worker requires CPU time. Use a fraction if several workers share a CPU."
-        )
-    if placement_strategy not in get_args(PlacementStrategy):
-        raise ValueError(
-            f"`placement_strategy={placement_strategy!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts)."
-        )
-
-
-def _amount_text(name: str, amount: float) -> str:
-    if name in ("CPU", "GPU"):
-        return f"{amount:g} {name}{'s' * (amount != 1)}"
-    return f"{amount:g} of {name!r}"
+_num_users = 0  # calls of `connect` without a call of `disconnect`
+_directory: str | None = None  # of the cluster that this module has started
+_session: str | None = None  # of the connection that this module has opened
+_address: str | None = None  # argument with which this module has opened the connection
 
 
 def check_ray_installed() -> None:
@@ -224,29 +116,29 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
     """
     import ray
 
-    global _users, _session, _address
+    global _num_users, _session, _address
     with _lock:
         if ray.is_initialized():
             if _session != _this_session():
-                _forget()  # the user has closed that connection and opened another
+                _reset()  # the user has closed that connection and opened another
             current = ray.get_runtime_context().gcs_address
-            if address not in (None, "auto", current) and not (_users and address == _address):
+            if address not in (None, "auto", current) and not (_num_users and address == _address):
                 raise ValueError(
                     f"`address={address!r}`: this process is already connected to the Ray cluster at {current}, and"
                     " Ray allows one connection per process. Omit the argument, or call `ray.shutdown()` first."
                 )
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
-            if _users:
-                _users += 1
+            if _num_users:
+                _num_users += 1
             return False
-        _forget()
+        _reset()
         requested, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
         check_address(address)
         if address == "local":
             _start(demand, num_workers, runtime_env)
         else:
             _connect(address, runtime_env)
-        _users, _session, _address = 1, _this_session(), requested
+        _num_users, _session, _address = 1, _this_session(), requested
         try:
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
         except ValueError:
@@ -259,23 +151,23 @@ def disconnect() -> None:
     """Reverts one call of :func:`connect`. The last call closes the connection, and ends a cluster started for it."""
     import ray
 
-    global _users
+    global _num_users
     with _lock:
-        if not _users:
+        if not _num_users:
             return
-        _users -= 1
-        if _users:
+        _num_users -= 1
+        if _num_users:
             return
         if ray.is_initialized() and _session == _this_session():
             with _preserved_sigterm_handler(), suppress(Exception):
                 ray.shutdown()
-        _forget()
+        _reset()
 
 
-def _forget() -> None:
+def _reset() -> None:
     """Resets the state of a closed connection, and removes the directory of its cluster."""
-    global _users, _directory, _session
-    _users, _session = 0, None
+    global _num_users, _directory, _session
+    _num_users, _session = 0, None
     if _directory is not None:
         shutil.rmtree(_directory, ignore_errors=True)
         _directory = None
@@ -340,7 +232,7 @@ def _start(demand: ResourceDemand, num_workers: int, runtime_env: dict[str, Any]
                 _temp_dir=_directory,
             )
     except BaseException:
-        _forget()
+        _reset()
         raise
 
 

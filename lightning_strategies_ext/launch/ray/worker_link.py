@@ -27,18 +27,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
+from lightning_strategies_ext._system.frames import FrameDecoder
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.launch.protocol import (
     JoinedWorld,
-    LinkMessage,
     LinkMessageToMain,
     LinkMessageToWorker,
     ReadyToJoin,
     WorkerOutput,
-    decode,
-    encode,
 )
+from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 
 #: Seconds to wait until the main process has printed a worker's output.
 FLUSH_TIMEOUT_S = 2.0
@@ -52,12 +50,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
 _MAX_UNPROVED = 64
-
-
-def frame_of(message: LinkMessage) -> bytes:
-    """Returns the frame of a message over a link."""
-    kind, data = encode(message)
-    return encode_frame(data, kind)
 
 
 def connect_worker(address: tuple[str, int], secret: bytes, number: int) -> socket.socket:
@@ -127,7 +119,7 @@ class WorkerLink:
 
     def send(self, message: LinkMessageToWorker) -> None:
         """Sends the worker a message, if the link is connected."""
-        self.send_bytes(frame_of(message))
+        self.send_bytes(encode_message(message))
 
     def send_bytes(self, data: bytes) -> None:
         """Sends the worker bytes, if the link is connected."""
@@ -145,7 +137,7 @@ class WorkerLink:
         """
         num_bytes = 0
         for frame in self._frames.decode(data):
-            message = decode(*frame)
+            message = decode_message(*frame)
             if isinstance(message, WorkerOutput):
                 self._print(message)
                 num_bytes += len(message.data)

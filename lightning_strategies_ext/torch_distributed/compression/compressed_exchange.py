@@ -79,6 +79,9 @@ def create_exchange(
 class CompressionFeature(Feature):
     """Compressed exchange of a model, from the creation of DDP to the end of training.
 
+    The exchange is another object, without a reference to the strategy: DDP holds the hook in C++ objects, which would
+    keep the strategy and its model alive.
+
     Args:
         compression: Compression of the exchange.
         context: The parts of the strategy that the feature uses.

@@ -1,8 +1,10 @@
 """Compressed exchange of the gradients of a model in DDP: its communication hook, and its state between steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_strategies_ext._system.gpu_sync import side_stream
+from lightning_strategies_ext.torch_distributed.compression.codecs import CastCodec, Codec, Residuals, TopKCodec
 from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
     Compression,
@@ -20,62 +24,11 @@ from lightning_strategies_ext.torch_distributed.compression.config import (
     TopK,
 )
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
-from lightning_strategies_ext.torch_distributed.compression.ordered_executor import OrderedExecutor
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
-from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
 from lightning_strategies_ext.torch_distributed.gradient_exchange import all_reduce_async, weak_model_for_hook
 
 #: Number of elements that are cast at once.
 _CAST_AT_ONCE = 1 << 20
-
-
-class Codec(Protocol):
-    """Sums gradients over ranks without sending all of them."""
-
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """Sums the gradients of some parameters, times a factor, over the ranks of a group, in place.
-
-        Args:
-            parameters: Parameters in their order in ``flat``.
-            flat: Gradients of the parameters, contiguous, of shape ``(numel,)``; float32 or float64.
-            scale: Factor of the gradients.
-            group: Process group of the ranks.
-
-        Returns:
-            Number of bytes that this rank has passed to collectives.
-        """
-
-    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Returns the state that is kept between steps and is the same on all ranks, by name of the parameter."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Restores the state that :meth:`state_dict` has returned."""
-
-
-class CastCodec:
-    """Codec that sums in fewer bits; implements :class:`Codec`.
-
-    Args:
-        dtype: Dtype in which gradients are sent and summed.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """Implements :meth:`Codec.sum`."""
-        cast = flat.mul_(scale).to(self._dtype)
-        dist.all_reduce(cast, group=group)
-        flat.copy_(cast)
-        return cast.nbytes
-
-    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Returns an empty dictionary: the codec has no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Does nothing: the codec has no state."""
 
 
 class CompressedGradients:
@@ -211,3 +164,82 @@ def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:
     for piece in pieces:
         piece.value()  # raises the exception of a piece that failed
     return whole
+
+
+class _QueuedWork(NamedTuple):
+    work: Callable[[], None]
+    tensor: Tensor
+    future: Future[Any]
+
+
+class OrderedExecutor:
+    """Executes exchanges of several collectives in order, concurrently with the backward pass.
+
+    On CPUs, a thread executes them, on GPUs a stream. If each collective were started by the thread that observes the
+    end of the previous one, the order would differ between ranks. Ranks would then sum unrelated tensors, or wait
+    indefinitely.
+
+    Args:
+        device: Device of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = side_stream(device) if device.type == "cuda" else None
+        self._works: SimpleQueue[_QueuedWork | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None], tensor: Tensor) -> Future[Tensor]:
+        """Executes ``work`` after all work that was submitted before; returns at once.
+
+        Args:
+            work: Callable that starts its collectives and waits for them.
+            tensor: Tensor that ``work`` writes to, and the value of the future.
+
+        Returns:
+            Future with the tensor, or with the exception that ``work`` raises.
+        """
+        if self._stream is not None:
+            return self._in_stream(self._stream, work, tensor)
+        future: Future[Any] = Future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._works,), name="exchanges", daemon=True)
+            self._thread.start()
+        self._works.put(_QueuedWork(work, tensor, future))
+        return future.then(_value)
+
+    def close(self) -> None:
+        """Ends the thread after all submitted work; no work may be submitted afterwards. A second call is a no-op."""
+        if self._thread is not None:
+            self._works.put(None)
+
+    def _in_stream(self, stream: Any, work: Callable[[], None], tensor: Tensor) -> Future[Tensor]:
+        # NCCL's collectives wait in the stream, and this thread continues. Buckets have the same order on all ranks.
+        future: Future[Tensor] = Future(devices=[self._device])
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            work()
+            future.set_result(tensor)
+        return future
+
+
+def _run(works: "SimpleQueue[_QueuedWork | None]") -> None:
+    while (given := works.get()) is not None:
+        result: Tensor | Exception = given.tensor
+        try:
+            given.work()
+        except Exception as error:
+            result = error
+        given.future.set_result(result)
+        del given, result  # otherwise they stay alive until the next work
+
+
+def _value(done: Future[Any]) -> Tensor:
+    # An exception that is raised here reaches a waiting thread in C++, such as DDP's; an exception from `set_exception`
+    # does not.
+    value = done.value()
+    if isinstance(value, Exception):
+        raise value
+    result: Tensor = value
+    return result

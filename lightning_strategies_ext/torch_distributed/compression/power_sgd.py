@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.reduction import Reduction
-from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
 
 #: Size of the noise in a query's rows. It keeps directions in which the gradients of one step were zero.
 _NOISE_SCALE = 1e-6
@@ -39,7 +39,7 @@ class _Matrix(NamedTuple):
 
 
 class PowerSGDCodec:
-    """Codec that sends thin matrices; implements :class:`.compressed_gradients.Codec`.
+    """Codec that sends thin matrices; implements :class:`.codecs.Codec`.
 
     Args:
         rank: Number of columns of the thin matrices.
@@ -55,7 +55,7 @@ class PowerSGDCodec:
         self._noises: dict[int, Tensor] = {}
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """Implements :meth:`.compressed_gradients.Codec.sum`."""
+        """Implements :meth:`.codecs.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         sizes = [parameter.numel() for parameter in parameters]
         pieces = list(zip(parameters, flat.split(sizes), residual.split(sizes), strict=True))

@@ -35,7 +35,7 @@ def show(**results: Any) -> None:
 
 
 def sums(module: nn.Module) -> list[float]:
-    """Of each parameter."""
+    """One value for each parameter."""
     return [float(parameter.detach().double().sum()) for parameter in module.parameters()]
 
 

@@ -14,9 +14,9 @@ if __name__ == "__main__":
         with mlflow.start_run() as run:
             fitting.fit(Classifier())
         client = mlflow.MlflowClient()
-        told = client.get_run(run.info.run_id)
+        logged = client.get_run(run.info.run_id)
         files = [file.path for file in client.list_artifacts(run.info.run_id)]
-        show(metrics=told.data.metrics, optimizer=told.data.params["optimizer_name"], files=files)
+        show(metrics=logged.data.metrics, optimizer=logged.data.params["optimizer_name"], files=files)
     else:
         mlflow.pytorch.autolog(disable=True)
         fitting.fit(Classifier())

@@ -21,7 +21,7 @@ def step(fabric: Fabric, model: Any, optimizer: Any, batch: Any) -> None:
     fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.001 * fabric.global_rank)  # ranks drift apart as far as collectives let them
+    time.sleep(0.001 * fabric.global_rank)  # ranks differ by as many steps as collectives permit
 
 
 def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) -> tuple[int, list[int]]:

@@ -1,6 +1,6 @@
 """Checks the wheel that is installed with one of its extras, where there is no checkout.
 
-    python from_wheel.py lightning
+    python wheel_check.py lightning
 
 ``make matrix CORNERS=wheel`` runs it in an environment for each extra.
 """
@@ -96,7 +96,7 @@ def main(extra: str) -> None:
     if extra == "pytorch-lightning":
         assert "ddp_ext" in run("-m", "lightning_strategies_ext")
         train("pytorch_lightning", "ddp_ext", "ddp_spawn_ext", "dp_ext")
-    if extra == "horovod":
+    if extra == "horovod-build":
         run("-m", "lightning_strategies_ext", "install-horovod")
     asked = requires("lightning-strategies-ext") or []
     named = [line for line in asked if re.search(rf"extra == ['\"]{extra}['\"]", line)]

@@ -5,7 +5,7 @@
             kill(net)
 
     write_plan(directory, Plan(num_ranks=2, started_by="spawn", disturbances=[kill_rank_1]))
-    python -m tests.support.elastic_training DIRECTORY
+    python -m tests.support.elastic_script DIRECTORY
 
 Each rank calls these functions in "setup", in "train" before a step, in "commit" and in "validation". They are at the
 top level of a module. Each process writes a file into the directory, with a line for each batch that counts.
@@ -34,7 +34,7 @@ from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
 from tests.support.examples import read_digits
-from tests.support.one_gpu import pass_for_own_host
+from tests.support.shared_gpu import pass_for_own_host
 
 NUM_TRAINED = 1437
 NUM_EPOCHS = 4
@@ -314,6 +314,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.support import elastic_training  # so that functions of the plan find the classes of this module
+    from tests.support import elastic_script  # so that functions of the plan find the classes of this module
 
-    elastic_training.main()
+    elastic_script.main()
