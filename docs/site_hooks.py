@@ -27,7 +27,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "README.md": "README.md",
     "examples/README.md": "examples.md",
-    "examples/hosts/README.md": "several_hosts.md",
+    "examples/hosts/README.md": "hosts_example.md",
 }
 PICTURES = "benchmarks/results"
 

@@ -381,7 +381,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
         if strategy.name == "ddp_elastic_ext":  # which is no fault
             assert "torchrun --standalone" in found["problem"]
         elif strategy.name == "ddp_ray_ext" and found["problem"]:
-            assert "pip install 'lightning-strategies-ext[ray]'" in found["problem"]
+            assert "pip install 'ray>=2.60,<3'" in found["problem"]
         elif strategy.engine == "Horovod" and found["problem"]:
             command = "install-horovod" if "not installed" in found["problem"] else "--host-discovery-script"
             assert command in found["problem"]

@@ -162,6 +162,25 @@ def test_failures_that_are_described_can_be_made():
     assert described - {"--help"} <= cases
 
 
+#: Names that are passed to ``os.environ``, or to another mapping of that kind, and names in constants.
+_READ_OR_SET = re.compile(r"""\b(?:environ|environment)(?:\.(?:get|pop|setdefault)\(|\[)["']([A-Z]\w*)["']""")
+_CONSTANT = re.compile(r"""["']((?:LIGHTNING_STRATEGIES_EXT|HOROVOD|TORCHELASTIC|RAY)_[A-Z_]+[A-Z])["']""")
+
+
+def environment_variables_of_the_package() -> set[str]:
+    """Returns the environment variables that the package reads or sets under literal names."""
+    modules = (REPOSITORY / "lightning_strategies_ext").rglob("*.py")
+    texts = [module.read_text() for module in modules if "pytorch_lightning" not in module.parts]
+    return {name for text in texts for pattern in (_READ_OR_SET, _CONSTANT) for name in pattern.findall(text)}
+
+
+def test_each_environment_variable_of_the_package_is_documented() -> None:
+    names = environment_variables_of_the_package()
+    assert {"LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "CC", "RAY_ADDRESS"} < names
+    text = (DOCS / "environment_variables.md").read_text()
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
 @pytest.mark.processes
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]

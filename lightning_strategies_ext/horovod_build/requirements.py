@@ -132,7 +132,7 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
         yield MissingRequirement("pip in this environment", "run: python -m ensurepip", for_build=False)
     absent = [package for module, package in _MODULES.items() if find_spec(module) is None]
     if absent:
-        fix = f"pip: {' '.join(absent)} (all of them: pip install 'lightning-strategies-ext[horovod-build]')"
+        fix = f"pip: {' '.join(absent)}"
         yield MissingRequirement(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
     named = environment.get("CXX", "").split()[:1]  # if set, CMake uses no other compiler
     if not program(*(named or ("c++", "g++", "clang++"))):

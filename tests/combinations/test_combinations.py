@@ -29,7 +29,7 @@ def verdicts_of(strategy: str, cells: list[Cell], fault: str | None = None) -> d
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_feature_is_right_or_refused(strategy):
     if "ray" in strategy and importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed (pip install 'lightning-strategies-ext[ray]')")
+        pytest.skip("Ray is not installed (pip install 'ray>=2.60,<3')")
     verdicts = verdicts_of(strategy, fixed_part(strategy))
     assert {name: verdict for name, verdict in verdicts.items() if verdict[0] == "wrong"} == {}
     assert any(status == "right" for status, _ in verdicts.values())

@@ -48,22 +48,22 @@ def wait_for(file: Path) -> None:
         time.sleep(0.1)
 
 
-def gather(engine: str, told: str) -> tuple[str, float]:
+def gather(engine: str, output: str) -> tuple[str, float]:
     trainer = make(engine)
     trainer.fit(GathersAlone(), loader())
     start = time.monotonic()
     try:
         trainer.test(GathersAlone(), loader(), verbose=False)
     except Exception as error:
-        Path(told).touch()
+        Path(output).touch()
         return str(error), time.monotonic() - start
-    wait_for(Path(told))
+    wait_for(Path(output))
     return "", 0.0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_lone_all_gather_is_named_while_the_other_rank_has_finished_the_stage(engine: str, tmp_path: Path):
-    text, seconds = run_on_rank_0(engine, gather, str(tmp_path / "told"))
+    text, seconds = run_on_rank_0(engine, gather, str(tmp_path / "output"))
     assert "rank 1, which has already finished this stage" in text
     assert "`all_gather` in on_test_epoch_end" in text
     assert f"{__file__}:" in text
@@ -74,14 +74,14 @@ def save(engine: str, directory: str, then: str) -> tuple[str, float]:
     trainer = make(engine)
     model = MLP()
     trainer.fit(model, loader())
-    told, start = Path(directory, "told"), time.monotonic()
+    output, start = Path(directory, "output"), time.monotonic()
     try:
         if trainer.is_global_zero:
             trainer.save_checkpoint(Path(directory, "final.ckpt"))
         if then == "validates":
             trainer.validate(model, loader(), verbose=False)
     except Exception as error:
-        told.touch()
+        output.touch()
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "", 0.0
 

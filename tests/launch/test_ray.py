@@ -179,11 +179,11 @@ MainLink(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
 
 
 @pytest.mark.processes
-def test_without_ray_creating_the_strategy_raises_an_error_that_names_the_extra():
+def test_without_ray_creating_the_strategy_raises_an_error_with_the_command():
     result = run_script("-c", WITHOUT_RAY)
     assert result.returncode == 0, result.stdout
     assert "StrategyUnavailableError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
-    assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout
+    assert "pip install 'ray>=2.60,<3'" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _OF_SOURCES = (
     "test_versions_table",
     "test_discovery",
     "test_docs",
+    "test_docs_blocks",
     "test_tiers",
     "test_malicious_releases",
 )

@@ -22,7 +22,7 @@ from tests.support.namespace_hosts import Host, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
 
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'lightning-strategies-ext[ray]')"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'ray>=2.60,<3')"
 )
 needs_ray_train = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="Ray Train is not installed (pip install 'ray[train]')"

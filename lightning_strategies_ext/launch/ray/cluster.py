@@ -26,8 +26,8 @@ from lightning_strategies_ext.registry import StrategyUnavailableError
 
 log = logging.getLogger(__name__)
 
-#: Extra of this package that installs Ray.
-EXTRA = "lightning-strategies-ext[ray]"
+#: Requirement of the extra `ray` of this package.
+REQUIREMENT = "ray>=2.60,<3"
 #: Maximum length of the path of Ray's directory: the paths of sockets in it must not exceed 107 characters.
 _MAX_PATH_CHARACTERS = 36
 #: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
@@ -45,7 +45,7 @@ def check_ray_installed() -> None:
     """Checks that Ray is installed.
 
     Raises:
-        StrategyUnavailableError: If it is not; the message names the extra.
+        StrategyUnavailableError: If it is not; the message names the requirement.
     """
     try:
         with _preserved_sigterm_handler():
@@ -53,12 +53,12 @@ def check_ray_installed() -> None:
     except ImportError as error:
         raise StrategyUnavailableError(
             f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install the same"
-            f" version on every host of the cluster: `pip install '{EXTRA}'`."
+            f" version on every host of the cluster: `pip install '{REQUIREMENT}'`."
         ) from error
     if not hasattr(ray, "is_initialized"):  # a directory with this name next to the script
         raise StrategyUnavailableError(
             f"`strategy='ddp_ray_ext'` needs Ray, but `import ray` imports {list(ray.__path__)}, which is not Ray."
-            f" Install Ray: `pip install '{EXTRA}'`."
+            f" Install Ray: `pip install '{REQUIREMENT}'`."
         )
 
 
