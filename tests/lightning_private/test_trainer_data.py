@@ -179,11 +179,16 @@ def test_a_rank_without_batches_runs_the_hooks_if_another_rank_has_batches() -> 
     assert called == ["validation", "predict"]
 
 
-def test_a_rank_gets_an_empty_share_of_few_samples() -> None:
+@pytest.mark.parametrize("is_whole_stage", [False, True])
+def test_a_rank_gets_an_empty_share_of_few_samples(is_whole_stage: bool) -> None:
     trainer = make_trainer("ddp_ext")
     loader_of_one = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset(), [0]))
     connector = trainer._data_connector
-    undo = trainer_data.predict_with_few_samples(trainer)
+    trainer.state.fn = TrainerFn.PREDICTING
+    if is_whole_stage:
+        undo = trainer_data.evaluate_together(trainer, lambda flags: [1] * len(flags)).close
+    else:
+        undo = trainer_data.predict_with_few_samples(trainer)
     shares = []
     for rank in range(2):
         trainer.strategy._global_rank = rank

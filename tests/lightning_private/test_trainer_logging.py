@@ -136,3 +136,19 @@ def test_results_of_a_stage_are_recognized() -> None:
     trainer, _ = fit("auto", devices=1)
     values = vars(trainer.fit_loop.epoch_loop).values()
     assert sum(trainer_logging.is_bound_to_stage(value) for value in values) == 1
+
+
+def test_values_of_a_step_are_read_and_replaced_where_lightning_keeps_them() -> None:
+    class Replaces(LogsTensorsAndMetrics):
+        def on_train_batch_end(self, *_: Any) -> None:
+            metric = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
+            value = trainer_logging.step_values([metric])[0]
+            trainer_logging.set_step_values([metric], [value + 1])
+            seen.append((value.item() + 1, self.trainer.callback_metrics["loss_step"].item()))
+
+    seen: list[tuple[float, float]] = []
+    trainer = single_process_trainer(limit_train_batches=2)
+    trainer_logging.prepare_logging(trainer, None)
+    trainer.fit(Replaces(), loader())
+    assert len(seen) == 2
+    assert all(replaced == pytest.approx(read) for replaced, read in seen)

@@ -255,6 +255,27 @@ def test_training_is_started_before_the_loop_runs() -> None:
     undo()
 
 
+def test_the_progress_of_the_epoch_and_a_call_before_the_hooks_at_the_end_of_training() -> None:
+    class Ends(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found.append(("step", trainer_stages.batch_progress_of(self.trainer).ready))
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            found.append("end")
+
+    found: list[Any] = []
+    trainer = single_process_trainer(limit_train_batches=2)
+    undo = trainer_stages.before_train_end(trainer, lambda: found.append("before"))
+    trainer.fit(Ends(), loader())
+    assert found == [("step", 1), ("step", 2), "before", "end"]
+    undo()
+    found.clear()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Ends(), loader())
+    assert found == [("step", 1), ("step", 2), "end"]
+
+
 def test_all_loops_are_found() -> None:
     trainer = make_trainer("auto", devices=1)
     loops = trainer_stages.loops_of(trainer)

@@ -3,10 +3,12 @@
 import random
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torchmetrics import MaxMetric, SumMetric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_sum
 
@@ -32,6 +34,24 @@ def test_trainer_of_answers_where_the_public_property_raises() -> None:
         _ = module.trainer
     module.trainer = trainer
     assert user_modules.trainer_of(module) is trainer
+
+
+def test_averages_of_a_module_are_found_in_callbacks() -> None:
+    module = MLP()
+    averaged, copied = torch.optim.swa_utils.AveragedModel(module), MLP()
+
+    class Averages(pl.Callback):
+        def __init__(self) -> None:
+            self.average, self.copy, self.module, self.layer = averaged, copied, module, torch.nn.Linear(1, 1)
+
+    assert user_modules.averages_of_model(module) == []  # without a Trainer
+    module.trainer = single_process_trainer(callbacks=[Averages()])
+    assert user_modules.averages_of_model(module) == [averaged, copied]
+
+
+def test_optimizers_are_found_in_the_wrappers_that_the_user_gets() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert user_modules.unwrapped_optimizers([LightningOptimizer(optimizer), optimizer]) == [optimizer, optimizer]
 
 
 def test_how_processes_merge_the_states_of_a_metric_is_known() -> None:
