@@ -24,8 +24,9 @@ from typing import Final
 
 from torch.distributed import DistBackendError
 
-#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity.
-HEADER: Final = struct.Struct("<BxHIQQ")
+#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity. Data of any
+#: dtype follows, so that the size is a multiple of 16 bytes, the largest item.
+HEADER: Final = struct.Struct("<BxHIQQ8x")
 #: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES

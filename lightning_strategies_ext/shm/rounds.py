@@ -172,7 +172,9 @@ class Rounds:
         if not self._links.receive(peer, into):
             return False
         _, number, operation, total, identity = HEADER.unpack_from(into)
-        known = merge_identities(self._known_identity, identity)
+        known: int | None = self._known_identity
+        if identity != known:
+            known = merge_identities(self._known_identity, identity)
         if (operation, total) != self._own[:2] or number != self._read & 0xFFFF or known is None:
             operations = [
                 None if other == self.rank or other in self._awaited[1:] else received_operation(message)

@@ -140,3 +140,14 @@ def fail_and_do_not_run() -> str:
 def test_a_rank_gets_the_error_while_the_other_does_not_wait():
     text = outcomes_of_ranks(fail_and_do_not_run)[0].value
     assert "rank 1 exchanges gradients of batch 2" in text
+
+
+def reduce_complex_numbers() -> complex:
+    start_shm()
+    tensor = torch.full((3,), 1 + 2j, dtype=torch.complex128)
+    dist.all_reduce(tensor)
+    return tensor[0].item()
+
+
+def test_data_of_the_largest_dtype_is_aligned_after_the_header():
+    assert run_ranks(reduce_complex_numbers) == [2 + 4j] * 2
