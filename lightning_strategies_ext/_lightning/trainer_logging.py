@@ -274,6 +274,15 @@ def logged_per_epoch(trainer: Any) -> list[Any]:
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
 
 
+def keep_key(metric: Any) -> None:
+    """Keeps a synchronized key of ``self.log`` after a reset: other ranks have values for it, this rank has none.
+
+    ``valid_items`` skips a metric whose ``has_reset`` is True (2.5 to 2.6).
+    """
+    if isinstance(metric, LoggedMetric) and metric.is_synchronized:
+        metric.has_reset = False
+
+
 def logged_sums(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Returns the position of ``self.log`` and its sums of this epoch, by the keys of ``_results`` (2.5 to 2.6)."""
     results = trainer.fit_loop.epoch_loop._results

@@ -29,6 +29,7 @@ class StepStateSnapshot:
         for metric in self._metrics_now():
             if id(metric) not in self._metrics:
                 metric.reset()
+                trainer_logging.keep_key(metric)
         for metric, states in self._metrics.values():
             for name, state in _copied(states).items():
                 setattr(metric, name, state)

@@ -394,6 +394,31 @@ def test_a_rank_without_batches_receives_the_values_of_other_ranks(num_samples: 
         assert metrics == expected
 
 
+class LogsInLastBatch(MLP):
+    """Rank 0 has two batches, rank 1 has four, and a key is logged in the fourth only."""
+
+    def train_dataloader(self) -> DataLoader:
+        return loader((8, 16)[self.trainer.global_rank])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("each", 1.0 + self.global_rank, sync_dist=True, on_step=True, on_epoch=True, batch_size=1)
+        if batch_idx == 3:
+            self.log("late", 1.0 + self.global_rank, sync_dist=True, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def log_in_last_batch() -> dict[str, float]:
+    trainer = make_trainer(DDPStrategy(uneven_inputs="join"), max_epochs=2, use_distributed_sampler=False)
+    trainer.fit(LogsInLastBatch())
+    return {key: value.item() for key, value in trainer.callback_metrics.items()}
+
+
+def test_a_key_that_only_a_rank_with_more_batches_logs_has_the_value_of_that_rank() -> None:
+    each = (2 * 1.0 + 4 * 2.0) / 6
+    expected = {"late": 2.0, "each_step": 2.0, "each_epoch": pytest.approx(each), "each": pytest.approx(each)}
+    assert run_ranks(log_in_last_batch) == [expected] * 2
+
+
 class OwnReduce(DDPStrategy):
     num_calls = 0
 
