@@ -20,7 +20,7 @@ from lightning_strategies_ext.torch_distributed import process_group
 
 #: Size of an int64.
 _WORD_NUM_BYTES = 8
-_VALUES = int(IdentityKind.VALUES)
+_VALUES, _LOGGED_VALUES = int(IdentityKind.VALUES), int(IdentityKind.LOGGED_VALUES)
 _OPS = {
     "sum": ReduceOp.SUM,
     "min": ReduceOp.MIN,
@@ -63,7 +63,11 @@ class TorchCollectives(Collectives):
 
         torch.distributed matches operations by their order and ignores ``name``.
         """
-        wait: Callable[[], None] = dist.all_reduce(tensor, _OPS[op], async_op=True).wait
+        before, current.identity = current.identity, _LOGGED_VALUES
+        try:
+            wait: Callable[[], None] = dist.all_reduce(tensor, _OPS[op], async_op=True).wait
+        finally:
+            current.identity = before
         return wait
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
@@ -73,12 +77,16 @@ class TorchCollectives(Collectives):
         It takes a tenth of the time of an all-gather in rounds.
         """
         group: Any = dist.group.WORLD
-        if not isinstance(group, ShmProcessGroup) or not group.is_compiled or tensor.nbytes % _WORD_NUM_BYTES:
+        if isinstance(group, ShmProcessGroup) and group.is_compiled and not tensor.nbytes % _WORD_NUM_BYTES:
+            words = output.view(torch.uint8).view(torch.int64)
+            words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
+            return self.start_all_reduce(words, "sum", name)
+        before, current.identity = current.identity, _LOGGED_VALUES
+        try:
             wait: Callable[[], None] = _all_gather_single(output, tensor, async_op=True).wait
-            return wait
-        words = output.view(torch.uint8).view(torch.int64)
-        words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
-        return self.start_all_reduce(words, "sum", name)
+        finally:
+            current.identity = before
+        return wait
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have called it.
