@@ -132,6 +132,80 @@ def test_what_another_process_has_added_up_is_added_to() -> None:
     assert list(sums[1]) == ["training_step.per_epoch"]
 
 
+class RecordsExchanges:
+    """Exchange that gives every value of an epoch the same result."""
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Any] = {}
+        self.is_in_flight, self.is_shadowed = False, None
+        self.epochs: list[tuple[list[str], bool]] = []
+
+    def finish(self) -> None:
+        self.is_in_flight = False
+
+    def reduce_epoch(self, metrics: Any, *, is_final: bool) -> None:
+        self.epochs.append(([metric.label for metric in metrics], is_final))
+        for metric in metrics:
+            metric.set_epoch_value(torch.tensor(7.0))
+
+    def reduce_evaluation(self, results: Any, take_over: Any) -> None:
+        results.reduce_epoch(is_final=True)
+
+    def find_location(self) -> str:
+        return "train.py:1"
+
+
+class LogsForExchange(MLP):
+    """Logs a synchronized key with values of a step, which wait for the exchange, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange = RecordsExchanges()
+
+    def on_train_start(self) -> None:
+        trainer_logging.prepare_logging(self.trainer, self.exchange)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("both", float(batch_idx), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("own", float(batch_idx), on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        metrics = [*self.exchange.pending.values()]
+        assert [(metric.label, metric.op, metric.hook) for metric in metrics] == [("both", "mean", "training_step")]
+        self.last = trainer_logging.step_values(metrics)
+        trainer_logging.set_step_values(metrics, [torch.tensor(5.0)])
+        self.exchange.pending.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", 1.0, sync_dist=True)
+
+
+@pytest.mark.forked
+def test_values_of_a_step_and_of_an_epoch_are_exchanged_together() -> None:
+    model = LogsForExchange()
+    trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
+    trainer.fit(model, loader(num_samples=16, batch_size=4))
+    assert model.last == [torch.tensor(3.0)]
+    assert model.exchange.epochs == [(["both"], True), (["late"], True)]
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert metrics["both_step"] == 5.0
+    assert metrics["both_epoch"] == metrics["late"] == 7.0
+    assert metrics["own_epoch"] == 1.5
+
+
+@pytest.mark.forked
+def test_a_synchronized_key_is_kept_after_a_reset() -> None:
+    trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
+    trainer.fit(LogsForExchange(), loader(num_samples=16, batch_size=4))
+    results = trainer.fit_loop.epoch_loop._results
+    for metric in results.values():
+        metric.reset()
+        trainer_logging.keep_key(metric)
+    assert [metric.label for _, metric in results.valid_items()] == ["both", "late"]
+
+
+def test_results_of_a_stage_are_recognised() -> None:
 def test_results_of_a_stage_are_recognized() -> None:
     trainer, _ = fit("auto", devices=1)
     values = vars(trainer.fit_loop.epoch_loop).values()
