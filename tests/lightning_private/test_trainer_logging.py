@@ -205,7 +205,6 @@ def test_a_synchronized_key_is_kept_after_a_reset() -> None:
     assert [metric.label for _, metric in results.valid_items()] == ["both", "late"]
 
 
-def test_results_of_a_stage_are_recognised() -> None:
 def test_results_of_a_stage_are_recognized() -> None:
     trainer, _ = fit("auto", devices=1)
     values = vars(trainer.fit_loop.epoch_loop).values()
