@@ -249,7 +249,8 @@ def test_a_rank_whose_tensor_is_empty_takes_part_in_all_gather():
         assert second == "[7.0, 8.0]"
     for shape, first, second in run_ranks(gather_sizes, "shm"):
         assert shape == (2, 0, 2)
-        assert "they call all_gather of torch.float32 with tensors of different sizes" in first
+        assert "rank 0 calls all_gather of torch.float32, 0 bytes on all ranks together" in first
+        assert "rank 1 calls all_gather of torch.float32, 48 bytes on all ranks together" in first
         assert "[5.0]" not in second  # the group is at an end
 
 
