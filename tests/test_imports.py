@@ -36,7 +36,8 @@ WITHOUT_LIGHTNING = (
     *("shm", "collectives", "failure", "launch/processes", "launch/transport", "launch/protocol.py"),
     *("horovod/runtime.py", "horovod/launch_info.py", "horovod/gradient_exchange.py", "horovod/collectives.py"),
     *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "_system/peers.py", "nested.py"),
-    *("torch_distributed/process_group.py", "torch_distributed/compression", "torch_distributed/exchange_timer.py"),
+    *("torch_distributed/process_group.py", "torch_distributed/backend_checks.py", "torch_distributed/compression"),
+    "torch_distributed/exchange_timer.py",
     "monitoring",
 )
 

@@ -47,7 +47,7 @@ from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exc
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.compression import config as compressions
@@ -128,7 +128,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     ) -> None:
         check_mode(uneven_inputs)
         arguments.check_start_method(start_method)
-        process_group.check_arguments(process_group_backend, process_group_options, timeout)
+        backend_checks.check_arguments(process_group_backend, process_group_options, timeout)
         check_ddp_kwargs(kwargs, may_search=True)
         others = {"ddp_comm_hook": ddp_comm_hook, "compression": compression, "uneven_inputs": uneven_inputs}
         self._tunes_buckets = take_auto(kwargs, **others)
@@ -174,7 +174,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         settings = self._process_group_backend, self._process_group_options, self._timeout
         self._process_group_backend = assign_ranks(self, *settings, starts_ranks=not is_script)
         check_precision(self._gradient_sync.compression, self.precision_plugin)
-        process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        backend_checks.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         arguments.check_start_method_interactive(self._start_method)
         self._launcher = ScriptLauncher(self) if is_script else WorkerLauncher(self, self._make_starter())
 
