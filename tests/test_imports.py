@@ -17,6 +17,7 @@ FRONT_ENDS = {"pytorch", "fabric"}
 NOT_IMPORTED_BY = {
     "fabric": {"pytorch"},
     "stage_context": FRONT_ENDS | ENGINES,
+    "coordinated_stop": FRONT_ENDS | ENGINES | {"stage_context"},
     "elastic": FRONT_ENDS | ENGINES,
     "uneven": FRONT_ENDS | ENGINES,
     "monitoring": FRONT_ENDS | ENGINES | {"launch", "elastic", "uneven", "failure"},

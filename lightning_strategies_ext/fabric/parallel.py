@@ -165,17 +165,18 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             raise RuntimeError(
                 "`coordinated_stop` was called in a thread that cannot handle signals. Call it in the main thread."
             )
-        previous_handler = signal.signal(signum, lambda *_: context.request_stop())
+        stop = context.coordinated_stop
+        previous_handler = signal.signal(signum, lambda *_: stop.request())
         try:
-            context.start_stop_agreement()
-            yield context.has_decision_before_train_step
+            stop.start(context.stop_agreement_factory())
+            yield stop.has_decision_before_train_step
         finally:
             context.leave(is_over=False)
             signal.signal(
                 signum, signal.SIG_DFL if previous_handler is None else previous_handler
             )  # None is a handler of C code
-        if context.was_stop_requested:
-            context.was_stop_requested = False
+        if stop.was_requested:
+            stop.was_requested = False
             signal.raise_signal(signum)
 
     def _engine(self) -> Collectives:

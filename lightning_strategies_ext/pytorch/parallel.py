@@ -25,7 +25,6 @@ from lightning_strategies_ext._lightning import (
     samplers,
     trainer_data,
     trainer_logging,
-    trainer_signals,
     trainer_stages,
     user_modules,
 )
@@ -295,7 +294,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def request_interrupt(self) -> None:
         """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler."""
-        self._stage_context.request_interrupt()
+        self._stage_context.coordinated_stop.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
         """Announces to the other ranks that this rank has failed, unless all ranks stop. Called before any callback.
@@ -330,7 +329,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         self._features.close()
         self._stage_context.leave(is_over=self._worker is None)
-        self._stage_context.release_sigterm()
+        self._stage_context.coordinated_stop.release_sigterm()
         if self.cluster_environment is not None:
             tear_down(self.cluster_environment)
         user_modules.move_optimizers(self.optimizers, torch.device("cpu"))
@@ -422,10 +421,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         By default, the stop is requested if any rank has received a SIGTERM after the last step of the previous stage.
         """
-        if is_requested is None:
-            is_requested = self._decide_any(self._stage_context.was_stop_requested)
-        context = self._stage_context
-        hooks = self._on_sigterm, lambda: context.request_requeue(), self._before_train_step
+        context, hooks = self._stage_context, (self._on_sigterm, self._before_train_step)
         start_stop_agreement(context, trainer, *hooks, self._decide_any, is_requested=is_requested)
         start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, self._epoch_checks)
 
@@ -435,23 +431,15 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._checks
 
     def _on_sigterm(self) -> None:
-        self._stage_context.request_stop()
+        self._stage_context.coordinated_stop.request()
 
     def _before_train_step(self) -> None:
-        if self._stage_context.has_decision_before_train_step():
-            self._stage_context.apply_decision(self._decide_any)
-        if self._stage_context.must_requeue:
-            assert self.lightning_module is not None
-            if not trainer_signals.is_accumulating(self.lightning_module.trainer):
-                self._stage_context.requeue()
+        self._stage_context.coordinated_stop.before_train_step(self._decide_any)
         for before_step in self._features.before_step:
             before_step()
 
     def _before_evaluation_step(self) -> None:
-        if self._stage_context.has_decision_before_evaluation_step():
-            self._stage_context.apply_decision(self._decide_any)
-        if self._stage_context.must_requeue:  # the accumulation window may end after SLURM's time limit
-            self._stage_context.requeue()
+        self._stage_context.coordinated_stop.before_evaluation_step(self._decide_any)
 
     def _decide_any(self, decision: bool) -> bool:
         return self.reduce_boolean_decision(decision, all=False)
