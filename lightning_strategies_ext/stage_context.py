@@ -7,6 +7,7 @@ world, so that a stage starts without the failure, the interrupt, and the keys i
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
+from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
 from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
@@ -43,6 +45,24 @@ class ParameterTracker(Protocol):
 
     def follow_added(self, model: Any) -> None:
         """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """How a process enters and leaves the engine's group of all ranks.
+
+    Attributes:
+        join: Callable that joins the group unless this process has joined it, and returns the store of the ranks, or
+            None for a single rank.
+        leave: Callable that leaves the group of an earlier stage, which may be broken; None without such a group.
+        abort: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
+        progress: Progress of this rank's collectives.
+    """
+
+    join: Callable[[], Store | None]
+    leave: Callable[[], None] | None
+    abort: Callable[[Sequence[Peer]], None]
+    progress: CollectiveProgress
 
 
 class BatchProgress(Protocol):
@@ -107,7 +127,9 @@ class StageContext:
         self.batch_progress: BatchProgress | None = None
         self.exchange_log: ExchangeLog | None = None
         self.reached_parameters: deque[Tensor] | None = None
-        self.coordinated_stop = CoordinatedStop(None if previous is None else previous.coordinated_stop)
+        self.coordinated_stop: CoordinatedStop = CoordinatedStop(
+            None if previous is None else previous.coordinated_stop
+        )
         self._stage_exit_handler: StageExitHandler | None = None
         identities.current.identity = 0  # an exception may have ended the last backward pass
         if previous is not None:
@@ -130,6 +152,7 @@ class StageContext:
         progress: CollectiveProgress,
         hang_timeout_s: float | None,
         get_exit_code: Callable[[int], int | None],
+        explain_uncaught: Callable[[BaseException], BaseException],
     ) -> None:
         """Makes all ranks exit when one fails. Collective: all ranks call it. Requires a store.
 
@@ -140,6 +163,8 @@ class StageContext:
             hang_timeout_s: Seconds that ranks wait in a collective for an inactive rank; None for no limit.
             get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid;
                 None if the exit code is unknown.
+            explain_uncaught: Callable that announces an exception that the script does not catch, and returns the
+                exception to show.
         """
         assert self.store is not None
         self.failure_monitor = FailureMonitor.get_or_create(
@@ -147,6 +172,7 @@ class StageContext:
         )
         self.failure_monitor.begin_stage(hang_timeout_s)
         self.failure_monitor.on_failure = self.stop_communicating
+        install_excepthook(explain_uncaught)
 
     def is_group_intact(self) -> bool:
         """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
@@ -178,26 +204,37 @@ class StageContext:
     def handle_stage_exits(self, *, is_job: bool) -> None:
         """Aborts collectives in which this rank waits for a rank that has finished the stage. Collective.
 
+        A no-op without a failure monitor.
+
         Args:
             is_job: Whether the job ends with the ranks' processes.
         """
-        assert self.failure_monitor is not None
+        if self.failure_monitor is None:
+            return
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
         self._stage_exit_handler = StageExitHandler(self.failure_monitor, ends_with_process=is_job)
 
-    def start_uneven_inputs(self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device) -> None:
+    def start_uneven_inputs(
+        self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device
+    ) -> Callable[[Tensor], bool] | None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
             mode: Reaction to uneven inputs.
             trainer: The Trainer.
             device: Device of the small tensors that ranks exchange for it.
+
+        Returns:
+            Function that returns whether ranks without batches may repeat the current step, so that a tensor is reduced
+            over the other ranks; None if no rank does.
         """
-        if self.size > 1:
-            self.uneven_inputs = UnevenInputsController(
-                mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
-            )
+        if self.size == 1:
+            return None
+        inputs = self.uneven_inputs = UnevenInputsController(
+            mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
+        )
+        return (lambda tensor: inputs.handles_reduce(tensor, None)) if mode == "join" else None
 
     # --- the store ---
 

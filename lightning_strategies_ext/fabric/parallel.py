@@ -30,7 +30,6 @@ from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
-from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
 from lightning_strategies_ext.registry import describe, register_strategies
@@ -193,10 +192,9 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         self._stage_context = StageContext(self._engine, rank, world_size, store, previous=self._stage_context)
         if store is None:
             return
-        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
+        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code, self._fail_with)
         assert self._stage_context.failure_monitor is not None
         self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
-        install_excepthook(self._fail_with)
 
     def _fail_with(self, exception: BaseException) -> BaseException:
         explained = self.explain_exception(exception)

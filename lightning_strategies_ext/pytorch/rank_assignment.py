@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
+from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 from lightning_strategies_ext.launch.ray import ray_train
 from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
@@ -67,11 +68,32 @@ def use_rank_info(strategy: LightningDDPStrategy, rank_info: WorkerRankInfo, dev
     strategy.cluster_environment = ray_train.RayEnvironment(rank_info)
 
 
-def no_device_error(devices: Sequence[torch.device], local_rank: int) -> RuntimeError:
-    """Returns the error for a rank of this host for which there is no device."""
+def set_aside_group(world_size: int) -> bool:
+    """Sets aside the group of several ranks in a stage of one rank; otherwise, prepares later stages on one device.
+
+    Args:
+        world_size: Number of ranks of this stage.
+
+    Returns:
+        Whether a group was set aside, which :func:`.process_group.bring_back` restores.
+    """
+    if world_size == 1:
+        return process_group.set_aside()
+    strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
+    return False
+
+
+def device_of_rank(devices: Sequence[torch.device], local_rank: int) -> torch.device:
+    """Returns the device of a rank of this host.
+
+    Raises:
+        RuntimeError: If there is no device for the rank.
+    """
+    if local_rank < len(devices):
+        return devices[local_rank]
     if not devices:
-        return RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
-    return RuntimeError(
+        raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
+    raise RuntimeError(
         f"This process is local rank {local_rank} according to its environment, but `devices` specifies"
         f" {len(devices)} for this host. Pass as many `devices` to the Trainer as processes were started per host, or"
         " start one process per device. If each process is to use its own GPU, make only that GPU visible to it"
