@@ -45,7 +45,7 @@ from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit,
 from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exchanges, record_ddp_exchange
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
-from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, device_of_rank, set_aside_group
+from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error, set_aside_group
 from lightning_strategies_ext.stage_context import EngineGroup
 from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
@@ -154,7 +154,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def root_device(self) -> torch.device:
         """Device of this rank."""
-        return device_of_rank(self.parallel_devices or [], self.local_rank)
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise no_device_error(devices, self.local_rank)
+        return devices[self.local_rank]
 
     # --- environment, launch ---
 

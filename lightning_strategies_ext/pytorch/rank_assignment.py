@@ -83,17 +83,11 @@ def set_aside_group(world_size: int) -> bool:
     return False
 
 
-def device_of_rank(devices: Sequence[torch.device], local_rank: int) -> torch.device:
-    """Returns the device of a rank of this host.
-
-    Raises:
-        RuntimeError: If there is no device for the rank.
-    """
-    if local_rank < len(devices):
-        return devices[local_rank]
+def no_device_error(devices: Sequence[torch.device], local_rank: int) -> RuntimeError:
+    """Returns the error for a rank of this host for which there is no device."""
     if not devices:
-        raise RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
-    raise RuntimeError(
+        return RuntimeError("The devices are not known yet. Pass the strategy to a Trainer first.")
+    return RuntimeError(
         f"This process is local rank {local_rank} according to its environment, but `devices` specifies"
         f" {len(devices)} for this host. Pass as many `devices` to the Trainer as processes were started per host, or"
         " start one process per device. If each process is to use its own GPU, make only that GPU visible to it"
