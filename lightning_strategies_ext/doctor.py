@@ -169,7 +169,7 @@ def _name_and_version_of(package: str) -> str | None:
 def _torch() -> str:
     import torch
 
-    from lightning_strategies_ext.torch_distributed.process_group import available_backends
+    from lightning_strategies_ext.torch_distributed.backend_checks import available_backends
 
     return f"{torch.__version__}, with {', '.join(available_backends())}"
 

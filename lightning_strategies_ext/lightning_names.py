@@ -19,6 +19,11 @@ PACKAGE = "lightning_strategies_ext"
 MIRROR = f"{PACKAGE}.pytorch_lightning"
 
 
+def module_of_package(kind: type) -> str:
+    """Returns the module of the first class of this package in the MRO of a class."""
+    return next(base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] == PACKAGE)
+
+
 @dataclass(frozen=True)
 class LightningName:
     """A name of Lightning.

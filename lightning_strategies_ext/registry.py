@@ -150,7 +150,7 @@ STRATEGIES: tuple[StrategyEntry, ...] = (
     ),
     StrategyEntry(
         "horovod",
-        {PYTORCH: "lightning_strategies_ext.pytorch.horovod:legacy_horovod"},
+        {PYTORCH: "lightning_strategies_ext.pytorch.legacy_horovod:legacy_horovod"},
         "Horovod",
         "the name of `horovod_ext` in Lightning 1",
     ),

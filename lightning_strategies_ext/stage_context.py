@@ -7,26 +7,28 @@ world, so that a stage starts without the failure, the interrupt, and the keys i
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from lightning_strategies_ext import identities
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
+from lightning_strategies_ext.coordinated_stop import CoordinatedStop, StopAgreementFactory
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
-from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
+from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
-from lightning_strategies_ext.failure.stop_agreement import EarlyStopProtocol, StopAgreement, StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputs, UnevenInputsController
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
@@ -43,6 +45,24 @@ class ParameterTracker(Protocol):
 
     def follow_added(self, model: Any) -> None:
         """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """How a process enters and leaves the engine's group of all ranks.
+
+    Attributes:
+        join: Callable that joins the group unless this process has joined it, and returns the store of the ranks, or
+            None for a single rank.
+        leave: Callable that leaves the group of an earlier stage, which may be broken; None without such a group.
+        abort: Callable that makes this rank's pending collectives with the given peers raise, if the backend can.
+        progress: Progress of this rank's collectives.
+    """
+
+    join: Callable[[], Store | None]
+    leave: Callable[[], None] | None
+    abort: Callable[[Sequence[Peer]], None]
+    progress: CollectiveProgress
 
 
 class BatchProgress(Protocol):
@@ -74,9 +94,7 @@ class StageContext:
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
         evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
-        early_stop: Part for ``trainer.should_stop``; None if the ranks do not agree on it.
-        must_requeue: Whether all ranks have agreed to requeue the job, and have not done so yet.
-        was_stop_requested: Whether a SIGTERM came after the last step of the stage.
+        coordinated_stop: This rank's part in stopping all ranks before the same step.
         exchange_log: Batches of the gradient exchanges, if ranks compare them after the exchange; else None.
         reached_parameters: A parameter, if the current backward pass has reached it; None if every pass exchanges.
         batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
@@ -106,19 +124,13 @@ class StageContext:
         self.uneven_inputs: UnevenInputsController | None = None
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
-        self.early_stop: EarlyStopProtocol | None = None
         self.batch_progress: BatchProgress | None = None
         self.exchange_log: ExchangeLog | None = None
         self.reached_parameters: deque[Tensor] | None = None
-        self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
+        self.coordinated_stop: CoordinatedStop = CoordinatedStop(
+            None if previous is None else previous.coordinated_stop
+        )
         self._stage_exit_handler: StageExitHandler | None = None
-        self._stop_agreement: StopAgreement | None = None
-        self._confirm_sigterm: Callable[[], None] | None = None
-        self._release_sigterm: Callable[[], None] | None = None if previous is None else previous._release_sigterm
-        self._requeue: Callable[[], None] | None = None if previous is None else previous._requeue
-        self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
-        self.must_requeue: bool = previous is not None and previous.must_requeue
-        self._is_interrupted = self._must_stop = self._is_stop_agreed = False
         identities.current.identity = 0  # an exception may have ended the last backward pass
         if previous is not None:
             previous._close()
@@ -140,6 +152,7 @@ class StageContext:
         progress: CollectiveProgress,
         hang_timeout_s: float | None,
         get_exit_code: Callable[[int], int | None],
+        explain_uncaught: Callable[[BaseException], BaseException],
     ) -> None:
         """Makes all ranks exit when one fails. Collective: all ranks call it. Requires a store.
 
@@ -150,6 +163,8 @@ class StageContext:
             hang_timeout_s: Seconds that ranks wait in a collective for an inactive rank; None for no limit.
             get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid;
                 None if the exit code is unknown.
+            explain_uncaught: Callable that announces an exception that the script does not catch, and returns the
+                exception to show.
         """
         assert self.store is not None
         self.failure_monitor = FailureMonitor.get_or_create(
@@ -157,6 +172,7 @@ class StageContext:
         )
         self.failure_monitor.begin_stage(hang_timeout_s)
         self.failure_monitor.on_failure = self.stop_communicating
+        install_excepthook(explain_uncaught)
 
     def is_group_intact(self) -> bool:
         """Returns whether ranks can use the group of an earlier stage. Collective: all ranks call it, in a stage.
@@ -177,158 +193,48 @@ class StageContext:
             return False
         return True
 
-    def start_stop_agreement(
-        self,
-        confirm: Callable[[], None] | None = None,
-        release: Callable[[], None] | None = None,
-        requeue: Callable[[], None] | None = None,
-        *,
-        is_requested: bool = False,
-    ) -> None:
-        """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it.
-
-        Args:
-            confirm: Callable that passes an agreed SIGTERM to the Trainer; None under Fabric, where
-                :meth:`apply_decision` is not called.
-            release: Callable that restores the Trainer's own SIGTERM handler.
-            requeue: Callable that saves a checkpoint and requeues the job, on all ranks together; None if
-                :meth:`request_requeue` is not called.
-            is_requested: Whether the ranks know already that they have to stop.
-        """
-        self._confirm_sigterm, self._release_sigterm = confirm, release
-        was_requested = self._requeue is not None and (self._is_requeue_requested or self.must_requeue)
-        self._requeue, self.must_requeue = requeue, False
-        self._is_requeue_requested = requeue is not None and was_requested
-        self._must_stop = is_requested
-        self._begin_agreement(is_requested=is_requested)
-
-    def _begin_agreement(self, *, is_requested: bool) -> None:
-        self._end_stop_agreement()
+    def stop_agreement_factory(self) -> StopAgreementFactory:
+        """Returns the callable that creates the stop agreements of this stage, for :meth:`.CoordinatedStop.start`."""
         if self.store is None:
-            self._stop_agreement = StopAgreement(is_requested=is_requested)
-        elif self.failure_monitor is not None and self._name is None:
-            self._stop_agreement = self.failure_monitor.start_stop_agreement(is_requested=is_requested)
-        else:
-            self._stop_agreement = StoreAgreement(self.store, self.rank, self.size, is_requested=is_requested)
-        self._is_stop_agreed = False
-        if self.early_stop is not None:
-            self.early_stop.step_record = self._stop_agreement
-        if self._may_continue and (self._is_requeue_requested or self._must_stop):
-            self._stop_agreement.request()
+            return StopAgreement
+        if self.failure_monitor is not None and self._name is None:
+            return self.failure_monitor.start_stop_agreement
+        return partial(StoreAgreement, self.store, self.rank, self.size)
 
     def handle_stage_exits(self, *, is_job: bool) -> None:
         """Aborts collectives in which this rank waits for a rank that has finished the stage. Collective.
 
+        A no-op without a failure monitor.
+
         Args:
             is_job: Whether the job ends with the ranks' processes.
         """
-        assert self.failure_monitor is not None
+        if self.failure_monitor is None:
+            return
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
         self._stage_exit_handler = StageExitHandler(self.failure_monitor, ends_with_process=is_job)
 
-    def start_uneven_inputs(self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device) -> None:
+    def start_uneven_inputs(
+        self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device
+    ) -> Callable[[Tensor], bool] | None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
             mode: Reaction to uneven inputs.
             trainer: The Trainer.
             device: Device of the small tensors that ranks exchange for it.
+
+        Returns:
+            Function that returns whether ranks without batches may repeat the current step, so that a tensor is reduced
+            over the other ranks; None if no rank does.
         """
-        if self.size > 1:
-            self.uneven_inputs = UnevenInputsController(
-                mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
-            )
-
-    # --- between steps ---
-
-    def request_stop(self) -> None:
-        """Requests that all ranks stop; for a signal handler."""
-        self._must_stop = True
-        if self._stop_agreement is not None:
-            self._stop_agreement.request()
-
-    def request_requeue(self) -> None:
-        """Requests that all ranks save and requeue the job, and then continue; for a signal handler.
-
-        Lightning saves in the signal handler, at the current position of each rank, and the ranks synchronize in a
-        barrier. A rank that is one step ahead waits there for ranks that wait for it in the all-reduce of the step.
-        Here the signal is a further reason for a stop agreement.
-        """
-        if self._requeue is not None and self._stop_agreement is not None:
-            self._is_requeue_requested = True
-            self._stop_agreement.request()
-
-    def request_interrupt(self) -> None:
-        """Requests that all ranks stop as after Ctrl-C; for a signal handler.
-
-        Raises:
-            KeyboardInterrupt: If no stage is running.
-        """
-        if self._stop_agreement is None:
-            raise KeyboardInterrupt
-        self._is_interrupted = self._must_stop = True
-        self._stop_agreement.request()
-
-    def has_decision_before_train_step(self) -> bool:
-        """Records that this rank starts a training step; returns True if it calls :meth:`apply_decision` instead."""
-        return self._stop_agreement is not None and self._stop_agreement.must_stop_before_train_step()
-
-    def has_decision_before_evaluation_step(self) -> bool:
-        """Records that this rank starts an evaluation step; returns True if it calls :meth:`apply_decision` instead."""
-        return self._stop_agreement is not None and self._stop_agreement.must_stop_before_evaluation_step()
-
-    def apply_decision(self, any_rank: Callable[[bool], bool]) -> None:
-        """Ends the stage; after a request to requeue only, sets :attr:`must_requeue` and continues. Collective.
-
-        Args:
-            any_rank: Collective that returns whether the argument is True on any rank.
-
-        Raises:
-            KeyboardInterrupt: If the ranks have agreed on an interrupt.
-            SIGTERMException: If the ranks have agreed on a SIGTERM.
-        """
-        assert self._stop_agreement is not None
-        if self._may_continue and self._stop_agreement.has_common_step:
-            self.resolve_decision(any_rank)
-            if not self._is_stop_agreed:
-                return
-            if self.must_requeue:
-                self.requeue()
-        skip_freeing_at_exit()
-        if self._is_interrupted:
-            raise KeyboardInterrupt
-        assert self._confirm_sigterm is not None
-        self._confirm_sigterm()
-        raise SIGTERMException
-
-    def resolve_decision(self, any_rank: Callable[[bool], bool]) -> None:
-        """Finds out what ranks have requested, and begins another agreement unless it was a SIGTERM or an interrupt.
-
-        Collective: all ranks call it, at the point where the agreement stops them. Further calls are no-ops.
-        """
-        assert self._stop_agreement is not None
-        if self._is_stop_agreed or not self._stop_agreement.has_common_step:
-            return
-        if self.early_stop is not None:
-            self.early_stop.resolve()
-        if self._requeue is not None:
-            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
-            self.must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
-        self._is_stop_agreed = any_rank(self._must_stop)
-        if not self._is_stop_agreed:
-            self._begin_agreement(is_requested=False)
-
-    @property
-    def _may_continue(self) -> bool:
-        """Whether ranks may continue after a decision, because it may be for another reason than a SIGTERM."""
-        return self._requeue is not None or self.early_stop is not None
-
-    def requeue(self) -> None:
-        """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
-        assert self._requeue is not None
-        self._requeue()
-        self.must_requeue = self._is_requeue_requested = False
+        if self.size == 1:
+            return None
+        inputs = self.uneven_inputs = UnevenInputsController(
+            mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
+        )
+        return (lambda tensor: inputs.handles_reduce(tensor, None)) if mode == "join" else None
 
     # --- the store ---
 
@@ -397,30 +303,19 @@ class StageContext:
         if self.failure_monitor is not None and is_over:
             self.failure_monitor.finish_stage()
         self._end_exchange()
-        if self._stop_agreement is not None:
-            self._end_stop_agreement()
-            # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
-            is_stop = self._must_stop or (self._requeue is None and self.early_stop is None)
-            self.was_stop_requested = self._stop_agreement.is_pending and is_stop
-            self._stop_agreement = self.early_stop = None
-
-    def release_sigterm(self) -> None:
-        """Restores the Trainer's own SIGTERM handler. A second call is a no-op."""
-        if self._release_sigterm is not None:
-            self._release_sigterm()
-        self._confirm_sigterm = self._release_sigterm = None
+        self.coordinated_stop.finish()
 
     def stop_communicating(self) -> None:
         """Ends agreements with other ranks, some of which may have exited. Any thread may call it."""
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
-        if self._stop_agreement is not None:
-            self._stop_agreement.abandon()
+        self.coordinated_stop.abandon()
 
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self._stop_agreement = self.early_stop = self._stage_exit_handler = None
+        self.coordinated_stop.forget()
+        self._stage_exit_handler = None
         self._end_exchange()
 
     def _close(self) -> None:
@@ -428,11 +323,7 @@ class StageContext:
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
         self.end_agreement()
-        self._end_stop_agreement()
-
-    def _end_stop_agreement(self) -> None:
-        if self._stop_agreement is not None:
-            self._stop_agreement.close()
+        self.coordinated_stop.close()
 
     def end_agreement(self) -> None:
         """Restores the callbacks and loops that decide like those of other ranks. A second call is a no-op."""
@@ -449,4 +340,4 @@ class StageContext:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The rest belongs to this process: a worker enters the stage itself.
-        return StageContext, (self._create_collectives,), {"was_stop_requested": self.was_stop_requested}
+        return StageContext, (self._create_collectives,), {"coordinated_stop": self.coordinated_stop}

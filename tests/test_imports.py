@@ -17,6 +17,7 @@ FRONT_ENDS = {"pytorch", "fabric"}
 NOT_IMPORTED_BY = {
     "fabric": {"pytorch"},
     "stage_context": FRONT_ENDS | ENGINES,
+    "coordinated_stop": FRONT_ENDS | ENGINES | {"stage_context"},
     "elastic": FRONT_ENDS | ENGINES,
     "uneven": FRONT_ENDS | ENGINES,
     "monitoring": FRONT_ENDS | ENGINES | {"launch", "elastic", "uneven", "failure"},
@@ -36,7 +37,8 @@ WITHOUT_LIGHTNING = (
     *("shm", "collectives", "failure", "launch/processes", "launch/transport", "launch/protocol.py"),
     *("horovod/runtime.py", "horovod/launch_info.py", "horovod/gradient_exchange.py", "horovod/collectives.py"),
     *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "_system/peers.py", "nested.py"),
-    *("torch_distributed/process_group.py", "torch_distributed/compression", "torch_distributed/exchange_timer.py"),
+    *("torch_distributed/process_group.py", "torch_distributed/backend_checks.py", "torch_distributed/compression"),
+    "torch_distributed/exchange_timer.py",
     "monitoring",
 )
 

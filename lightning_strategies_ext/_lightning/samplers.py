@@ -7,6 +7,7 @@ from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_strategies_ext._lightning._patching import replace_method
+from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 
 
 def users_sampler(sampler: Any) -> Any:
@@ -18,6 +19,19 @@ def users_sampler(sampler: Any) -> Any:
     """
     dataset = getattr(sampler, "dataset", None)
     return dataset._sampler if isinstance(dataset, _DatasetSamplerWrapper) else None
+
+
+def share_orders_of_stage(loader: Any, trainer: Any, broadcast: Callable[[Any], Any]) -> None:
+    """Replaces the order of the user's samplers in a DataLoader with rank 0's order, see :class:`.SharedOrder`.
+
+    Args:
+        loader: DataLoader, after Lightning has inserted its distributed sampler.
+        trainer: Trainer of the stage.
+        broadcast: Function that returns the object of rank 0 on every rank.
+    """
+    # A rank without samples does not iterate in `predict`.
+    settings = broadcast, trainer.current_epoch, trainer.predicting
+    share_orders(loader, lambda sampler: SharedOrder(sampler, *settings))
 
 
 def share_orders(loader: Any, share: Callable[[Any], Any]) -> None:

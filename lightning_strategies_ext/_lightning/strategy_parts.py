@@ -4,10 +4,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_strategies_ext._lightning import user_modules
 
 __all__ = [
     "BackwardSyncControl",
@@ -15,9 +19,11 @@ __all__ = [
     "checkpoint_io_of",
     "layer_sync",
     "refuse_compiled_module",
+    "revert_layer_sync",
     "set_checkpoint_io",
     "set_layer_sync",
     "surround_stages_on_one_device",
+    "tear_down",
 ]
 
 T = TypeVar("T")
@@ -34,6 +40,28 @@ def layer_sync(strategy: Any) -> Any:
 def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
     """Sets the LayerSync plugin of a strategy, or None."""
     strategy._layer_sync = layer_sync
+
+
+def revert_layer_sync(strategy: Any) -> None:
+    """Makes the LayerSync plugin of a strategy, if it has one, revert its change of the model at the end of ``fit``."""
+    trainer, plugin = user_modules.trainer_of(strategy.lightning_module), layer_sync(strategy)
+    if plugin is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        strategy.model = plugin.revert(strategy.model)
+
+
+def tear_down(strategy: Any) -> None:
+    """Moves the module and the optimizers of a strategy to the CPU, and tears down its plugins.
+
+    It does what ``Strategy.teardown`` does, also after an early failure, when there is no accelerator. The function
+    that moves optimizers is private (2.5 to 2.6).
+    """
+    user_modules.move_optimizers(strategy.optimizers, torch.device("cpu"))
+    if strategy.lightning_module is not None:
+        strategy.lightning_module.cpu()
+    strategy.precision_plugin.teardown()
+    if strategy.accelerator is not None:
+        strategy.accelerator.teardown()
+    strategy.checkpoint_io.teardown()
 
 
 def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], None]) -> None:

@@ -14,6 +14,12 @@ from lightning_strategies_ext.collectives.base import Collectives, names_exclude
 from lightning_strategies_ext.exceptions import ModelMismatchError
 
 
+def share_model(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
+    """Broadcasts rank 0's module, after :func:`check_same_model`, which has the same arguments and exceptions."""
+    check_same_model(collectives, module, device, is_trained)
+    collectives.broadcast_module(module)
+
+
 def check_same_model(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
     """Checks that all ranks have the same module. Collective: all ranks call it; takes one round trip.
 

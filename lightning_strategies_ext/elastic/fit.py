@@ -347,8 +347,8 @@ class ElasticFit:
         if trainer_signals.is_accumulating(trainer):
             return  # commits contain no partly accumulated gradients
         if self._leave_request.is_set or self._listener.has_changed:
-            context.request_stop()
-        must_leave = context.has_decision_before_train_step()
+            context.coordinated_stop.request()
+        must_leave = context.coordinated_stop.has_decision_before_train_step()
         if must_leave or self._is_commit_due():
             self._commit.capture(trainer, self._first_world_size, self._strategy.collectives)
         if must_leave:
@@ -370,8 +370,8 @@ class ElasticFit:
         """
         must_leave = self._leave_request.is_older_than(VALIDATION_GRACE_S)
         if must_leave:
-            context.request_stop()
-        if context.has_decision_before_evaluation_step() and must_leave:
+            context.coordinated_stop.request()
+        if context.coordinated_stop.has_decision_before_evaluation_step() and must_leave:
             self._strategy.leave_world(is_coordinated=False)
             self._transition.leave_job()
 

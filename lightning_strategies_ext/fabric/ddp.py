@@ -30,7 +30,7 @@ from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress, TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import (
     BFloat16,
@@ -104,7 +104,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         check_start_method(start_method)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         check_devices(parallel_devices)
-        process_group.check_arguments(process_group_backend, process_group_options, timeout)
+        backend_checks.check_arguments(process_group_backend, process_group_options, timeout)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         if isinstance(ddp_comm_state, PostLocalSGDState):
@@ -146,7 +146,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         self.parallel_devices = devices_of_ranks(devices, self.cluster_environment, self.num_nodes)
         if len(self.parallel_devices) != len(devices):
             self._set_world_ranks()
-        process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        backend_checks.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         check_start_method_interactive(self._start_method)
         if self._start_method == "popen":
             self._launcher = FabricScriptLauncher(self)

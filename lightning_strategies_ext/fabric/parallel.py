@@ -30,7 +30,6 @@ from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
-from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
 from lightning_strategies_ext.registry import describe, register_strategies
@@ -165,17 +164,18 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             raise RuntimeError(
                 "`coordinated_stop` was called in a thread that cannot handle signals. Call it in the main thread."
             )
-        previous_handler = signal.signal(signum, lambda *_: context.request_stop())
+        stop = context.coordinated_stop
+        previous_handler = signal.signal(signum, lambda *_: stop.request())
         try:
-            context.start_stop_agreement()
-            yield context.has_decision_before_train_step
+            stop.start(context.stop_agreement_factory())
+            yield stop.has_decision_before_train_step
         finally:
             context.leave(is_over=False)
             signal.signal(
                 signum, signal.SIG_DFL if previous_handler is None else previous_handler
             )  # None is a handler of C code
-        if context.was_stop_requested:
-            context.was_stop_requested = False
+        if stop.was_requested:
+            stop.was_requested = False
             signal.raise_signal(signum)
 
     def _engine(self) -> Collectives:
@@ -192,10 +192,9 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         self._stage_context = StageContext(self._engine, rank, world_size, store, previous=self._stage_context)
         if store is None:
             return
-        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
+        self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code, self._fail_with)
         assert self._stage_context.failure_monitor is not None
         self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
-        install_excepthook(self._fail_with)
 
     def _fail_with(self, exception: BaseException) -> BaseException:
         explained = self.explain_exception(exception)

@@ -11,6 +11,18 @@ from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo, exited_parent_pid, is_rank_of_script
 
 
+def environment_of_launcher() -> "HorovodEnvironment | None":
+    """Returns the environment of a process that a launcher of Horovod has started, and sets the rank for messages.
+
+    None in a process that no launcher has started.
+    """
+    launch = LaunchInfo.from_environment()
+    if launch is None:
+        return None
+    launching.set_rank_zero_only_rank(launch.rank)
+    return HorovodEnvironment(launch)
+
+
 class HorovodEnvironment(ClusterEnvironment):
     """Cluster environment of a process that a launcher of Horovod has started.
 

@@ -49,9 +49,10 @@ def start_agreement(
                 epoch_checks.compare()
 
         stack.callback(trainer_decisions.call_after_epoch(trainer, compare_after_epoch))
-    if isinstance(context.early_stop, EarlyStop):
-        stack.callback(context.early_stop.close)
-        for undo in trainer_decisions.call_at_points(trainer, context.early_stop.at_point):
+    early_stop = context.coordinated_stop.early_stop
+    if isinstance(early_stop, EarlyStop):
+        stack.callback(early_stop.close)
+        for undo in trainer_decisions.call_at_points(trainer, early_stop.at_point):
             stack.callback(undo)
 
 

@@ -13,11 +13,70 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_strategies_ext.torch_distributed.compression.config import Compression, is_stateless
-from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
+from lightning_strategies_ext import arguments
+from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
+from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
+from lightning_strategies_ext.torch_distributed.compression.config import (
+    Compression,
+    CompressionName,
+    is_stateless,
+    resolve_compression,
+)
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
+from lightning_strategies_ext.torch_distributed.wrapping import check_ddp_kwargs, check_has_trainable_parameters
+from lightning_strategies_ext.uneven.control import UnevenInputs
 
 _OURS = __name__.partition(".")[0]
 _HOOKS_THAT_MAY_UNFREEZE = ("configure_model", "setup", "configure_callbacks")
+
+
+def check_arguments(
+    accelerator: Any, parallel_devices: Any, cluster_environment: Any, checkpoint_io: Any, precision_plugin: Any
+) -> None:
+    """Rejects invalid arguments that all strategies for several processes have.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``parallel_devices`` mixes device types, repeats a GPU, or contains an unavailable GPU.
+    """
+    arguments.check_plugins(accelerator, cluster_environment, checkpoint_io)
+    if precision_plugin is not None and not isinstance(precision_plugin, Precision):
+        raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
+    arguments.check_devices(parallel_devices)
+
+
+def resolve_exchange(
+    ddp_kwargs: dict[str, Any],
+    hook: tuple[Any, Any, Any, Any],
+    compression: CompressionName | Compression | None,
+    uneven_inputs: UnevenInputs,
+    *,
+    is_elastic: bool,
+) -> tuple[GradientSyncOptions, bool]:
+    """Checks the arguments of the gradient exchange in DDP.
+
+    Args:
+        ddp_kwargs: Arguments of DistributedDataParallel, from which ``bucket_cap_mb="auto"`` is removed.
+        hook: The arguments ``ddp_comm_state``, ``ddp_comm_hook``, ``ddp_comm_wrapper``, and ``model_averaging_period``.
+        compression: Compression of the exchange.
+        uneven_inputs: Reaction to different numbers of training batches.
+        is_elastic: Whether ranks may change during ``fit``.
+
+    Returns:
+        Configuration of the exchange, and whether the bucket size is searched.
+
+    Raises:
+        TypeError: If an argument is unknown or has the wrong type.
+        ValueError: If a value or a combination of values is invalid.
+    """
+    check_ddp_kwargs(ddp_kwargs, may_search=True)
+    others = {"ddp_comm_hook": hook[1], "compression": compression, "uneven_inputs": uneven_inputs}
+    tunes_buckets = take_auto(ddp_kwargs, **others)
+    options = GradientSyncOptions(*hook, resolve_compression(compression))
+    if is_elastic:  # first, because the next check would recommend a mode that this one rejects
+        check_elastic_compatible(uneven_inputs, options.model_averaging_argument)
+    options.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
+    return options, tunes_buckets
 
 
 def check_callbacks(trainer: "pl.Trainer | None") -> None:

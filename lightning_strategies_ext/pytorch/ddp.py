@@ -31,8 +31,7 @@ from typing_extensions import override
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import strategy_parts, user_modules
 from lightning_strategies_ext.checks import ChecksOptions
-from lightning_strategies_ext.collectives.model_check import check_same_model
-from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
+from lightning_strategies_ext.collectives.model_check import check_same_model, share_model
 from lightning_strategies_ext.identities import BATCH, GRADIENTS, current
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
@@ -40,24 +39,23 @@ from lightning_strategies_ext.launch.processes.worker_process import ProcessStar
 from lightning_strategies_ext.launch.script_launcher import ScriptLauncher
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
-from lightning_strategies_ext.lightning_names import PACKAGE
+from lightning_strategies_ext.lightning_names import module_of_package
 from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
-from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit, check_precision
+from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit, check_precision, resolve_exchange
 from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exchanges, record_ddp_exchange
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
-from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error
-from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
+from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error, set_aside_group
+from lightning_strategies_ext.stage_context import EngineGroup
+from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.compression import config as compressions
 from lightning_strategies_ext.torch_distributed.ddp_advice import advise_static_graph, explain_unused_parameters
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.feature import FeatureContext
 from lightning_strategies_ext.torch_distributed.gradient_exchange import Contribution, DDPGradientExchange
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
-from lightning_strategies_ext.torch_distributed.wrapping import check_ddp_kwargs, records_graph, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.wrapping import records_graph, wrap_in_ddp
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
 
@@ -128,15 +126,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     ) -> None:
         check_mode(uneven_inputs)
         arguments.check_start_method(start_method)
-        process_group.check_arguments(process_group_backend, process_group_options, timeout)
-        check_ddp_kwargs(kwargs, may_search=True)
-        others = {"ddp_comm_hook": ddp_comm_hook, "compression": compression, "uneven_inputs": uneven_inputs}
-        self._tunes_buckets = take_auto(kwargs, **others)
+        backend_checks.check_arguments(process_group_backend, process_group_options, timeout)
         hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period
-        self._gradient_sync = GradientSyncOptions(*hook, compressions.resolve_compression(compression))
-        if self._is_elastic:  # first, because the next check would recommend a mode that this one rejects
-            check_elastic_compatible(uneven_inputs, self._gradient_sync.model_averaging_argument)
-        self._gradient_sync.check_compatible(kwargs, joins_uneven_inputs=uneven_inputs == "join")
+        exchange = resolve_exchange(kwargs, hook, compression, uneven_inputs, is_elastic=self._is_elastic)
+        self._gradient_sync, self._tunes_buckets = exchange
         plugins = cluster_environment, checkpoint_io, precision_plugin
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
@@ -148,6 +141,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._uneven_inputs = uneven_inputs
         self.exchange_state: dict[str, Any] | None = None
         self.cheaper_compressions = self._gradient_sync.cheaper_compressions(is_elastic=self._is_elastic)
+        self._has_equal_models = self._gradient_sync.keeps_models_equal(kwargs)
         self._has_hidden_group = False
 
     @property
@@ -174,7 +168,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         settings = self._process_group_backend, self._process_group_options, self._timeout
         self._process_group_backend = assign_ranks(self, *settings, starts_ranks=not is_script)
         check_precision(self._gradient_sync.compression, self.precision_plugin)
-        process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        backend_checks.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         arguments.check_start_method_interactive(self._start_method)
         self._launcher = ScriptLauncher(self) if is_script else WorkerLauncher(self, self._make_starter())
 
@@ -187,8 +181,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @property
     def process_group_settings(self) -> tuple[Any, ...]:
         """Settings of the process group; two strategies with equal settings can use the same workers."""
-        settings = self._process_group_backend, self._timeout, self._process_group_options
-        return *settings, self.num_nodes, self.parallel_devices
+        group = self._process_group_backend, self._timeout, self._process_group_options
+        return *group, self.num_nodes, self.parallel_devices
 
     def post_dispatch(self, trainer: "pl.Trainer") -> None:
         """Runs in the main process once the results of a stage in workers are applied. A no-op; override it."""
@@ -196,8 +190,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _make_starter(self) -> WorkerStarter:
         """Creates the object that starts workers, for all start methods except "popen"."""
         assert self._start_method != "popen"
-        ours = (kind.__module__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == PACKAGE)
-        return ProcessStarter(self._start_method, preloaded=next(ours))
+        return ProcessStarter(self._start_method, preloaded=module_of_package(type(self)))
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Rejects, before processes start, a ``fit`` that would fail, see :func:`.check_fit`."""
@@ -217,12 +210,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._worker is None or not self._worker.is_continuation:
             reset_seed()
         self.set_world_ranks()
-        if self.world_size == 1:
-            self._has_hidden_group = process_group.set_aside()
-        else:
-            strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
+        self._has_hidden_group = set_aside_group(self.world_size)
         leave = process_group.stop if process_group.has_others() else None
-        self._enter_stage(self._join_group, leave, disconnect, DefaultGroupProgress())
+        self._enter_stage(EngineGroup(self._join_group, leave, disconnect, DefaultGroupProgress()))
 
     def _join_group(self) -> Store | None:
         settings = self._process_group_backend, self.root_device, self._timeout, self._process_group_options
@@ -244,8 +234,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         assert self.model is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        layer_sync = strategy_parts.layer_sync(self)
-        if is_fitting and layer_sync is not None:
+        if is_fitting and (layer_sync := strategy_parts.layer_sync(self)) is not None:
             check_batch_norm(self.model, self.root_device, layer_sync)
             self.model = layer_sync.apply(self.model)
         worker, has_same_model = self._worker, False
@@ -258,8 +247,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
         elif not has_same_model:
-            check_same_model(self.collectives, self.model, self.root_device, is_trained=False)
-            self.collectives.broadcast_module(self.model)
+            share_model(self.collectives, self.model, self.root_device, is_trained=False)
         self.setup_precision_plugin()
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
@@ -271,17 +259,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         super()._begin_stage(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._start_uneven_inputs(trainer, self._uneven_inputs, self.root_device)
-            self._compare_exchanges(trainer)
-
-    def _compare_exchanges(self, trainer: "pl.Trainer") -> None:
-        model, kwargs = self.model, self._ddp_kwargs
-        # Ranks that average their models, or that exchange in other groups, may run different backward passes.
-        may_differ = kwargs.get("process_group") or kwargs.get("device_mesh")
-        if may_differ or self._gradient_sync.model_averaging_argument or not isinstance(model, DistributedDataParallel):
-            return
-        in_exchange = process_group.compares_identities()
-        compare_ddp_exchanges(self._stage_context, trainer, model, in_exchange=in_exchange)
+            start_uneven_inputs = self._stage_context.start_uneven_inputs
+            self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+            if self._has_equal_models:  # otherwise ranks may run different backward passes
+                compare_ddp_exchanges(self._stage_context, trainer, self.model)
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -289,11 +270,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             check_same_model(self.collectives, model, self.root_device, is_trained=True)
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         contribution = None if self._uneven_inputs == "error" else Contribution()
+        parts = self._gradient_sync, {**self._ddp_kwargs}, self.root_device, self.collectives
         context = FeatureContext(
-            options=self._gradient_sync,
-            ddp_kwargs={**self._ddp_kwargs},
-            device=self.root_device,
-            collectives=self.collectives,
+            *parts,
             contribution=contribution,
             timeout=self._timeout,
             num_local_ranks=self.num_processes,
@@ -339,8 +318,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Ends the exchange of gradients, which DDP has already waited for."""
         current.identity = 0
         if self._stage_context.exchange_log is not None:
-            is_exchanged = getattr(self.model, "require_backward_grad_sync", False)
-            record_ddp_exchange(self._stage_context, is_exchanged=is_exchanged)
+            record_ddp_exchange(self._stage_context, self.model)
         for after_backward in self._features.after_backward:
             after_backward()
         if self._stage_context.uneven_inputs is not None:
@@ -349,7 +327,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, and returns its result; with local SGD, also averages its parameters once per period."""
-        if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+        if isinstance(optimizer, LBFGS) and self._has_equal_models:
             closure = with_reduced_loss(closure, lambda: self._active_collectives, "mean")
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         begin_ns = 0 if self._observer is None else time.time_ns()
@@ -358,13 +336,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._observer is not None and self._gradient_sync.model_averaging_argument is not None:
             self._observer.on_exchange(begin_ns, begin_ns, time.time_ns(), 0, is_model_exchange=True)
         return output
-
-    @property
-    @override
-    def _epoch_checks(self) -> ChecksOptions | None:
-        is_averaged = self._gradient_sync.model_averaging_argument is not None
-        exchanges_among_some = any(self._ddp_kwargs.get(name) is not None for name in ("process_group", "device_mesh"))
-        return None if is_averaged or exchanges_among_some else super()._epoch_checks
 
     # --- evaluation, checkpoints ---
 
@@ -418,10 +389,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if isinstance(self.model, DistributedDataParallel):
             advise_static_graph(self.model, type(self).__name__)
             self.model = self.lightning_module
-        trainer = user_modules.trainer_of(self.lightning_module)
-        layer_sync = strategy_parts.layer_sync(self)
-        if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.model = layer_sync.revert(self.model)
+        strategy_parts.revert_layer_sync(self)
         super().teardown()
         if self._has_hidden_group:
             self._has_hidden_group = False

@@ -76,6 +76,6 @@ class EarlyStop:
             self._is_requested = True
             agreement.request_here()
         if agreement.must_stop_at_point(is_recorded=is_recorded):
-            self._context.resolve_decision(self._any_rank)
+            self._context.coordinated_stop.resolve(self._any_rank)
         if self._is_requested:
             trainer.should_stop = self._is_agreed

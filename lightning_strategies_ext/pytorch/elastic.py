@@ -57,7 +57,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
         options = self._commit_every_n_steps, self._scale_learning_rate
         self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
-        if self._stage_context.was_stop_requested:
+        if self._stage_context.coordinated_stop.was_requested:
             self._leave_fit()
         self._start_stop_agreement(trainer, is_requested=False)  # without peers, before the training loop
 

@@ -8,11 +8,13 @@ from collections import deque
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure.exchange_check import check_exchanges
 from lightning_strategies_ext.stage_context import StageContext
+from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 
 
@@ -43,11 +45,11 @@ def check_recorded_exchanges(context: StageContext) -> None:
         check_exchanges(context.exchange_log, context.failure_monitor)
 
 
-def compare_ddp_exchanges(
-    context: StageContext, trainer: "pl.Trainer", model: DistributedDataParallel, *, in_exchange: bool
-) -> None:
+def compare_ddp_exchanges(context: StageContext, trainer: "pl.Trainer", model: Module | None) -> None:
     """Like :func:`compare_exchanges`, for a model in DDP; :func:`record_ddp_exchange` records the exchanges."""
-    compare_exchanges(context, trainer, in_exchange=in_exchange)
+    if not isinstance(model, DistributedDataParallel):
+        return
+    compare_exchanges(context, trainer, in_exchange=process_group.compares_identities())
     # DDP also exchanges gradients in a pass that reaches no parameter, if it searches for unused ones.
     exchanges_always = model.find_unused_parameters or model.static_graph
     if context.exchange_log is not None and context.evaluation is not None and not exchanges_always:
@@ -57,8 +59,9 @@ def compare_ddp_exchanges(
         context.evaluation.callback(hook.remove)
 
 
-def record_ddp_exchange(context: StageContext, *, is_exchanged: bool) -> None:
+def record_ddp_exchange(context: StageContext, model: Module | None) -> None:
     """Records the exchange of a backward pass, if its gradients were exchanged and it has reached a parameter."""
+    is_exchanged = getattr(model, "require_backward_grad_sync", False)
     reached, progress, log = context.reached_parameters, context.batch_progress, context.exchange_log
     if is_exchanged and log is not None and progress is not None and (reached is None or reached):
         log.record(progress.ready)

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Store
 from torch.optim import LBFGS, Optimizer
@@ -26,7 +25,7 @@ from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
 from lightning_strategies_ext.checks import ChecksOptions, check_flag
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.collectives.model_check import check_same_model
+from lightning_strategies_ext.collectives.model_check import share_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.horovod import environment, runtime
@@ -39,7 +38,6 @@ from lightning_strategies_ext.horovod.exchange_options import (
     check_exchanges_nothing,
 )
 from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientExchange
-from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.horovod.synchronize import HorovodProgress
@@ -48,6 +46,7 @@ from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_layer_sync
 from lightning_strategies_ext.pytorch.exchange_comparison import compare_exchanges
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.stage_context import EngineGroup
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
 
@@ -129,16 +128,12 @@ class HorovodStrategy(ParallelStrategy):
         if uneven_inputs == "join":
             self._options.check_can_join()
         runtime.check_installed()
-        launch = LaunchInfo.from_environment()
-        cluster_environment = None if launch is None else environment.HorovodEnvironment(launch)
-        if launch is not None:
-            launching.set_rank_zero_only_rank(launch.rank)
-        super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, hang_timeout, checks
-        )
+        plugins = environment.environment_of_launcher(), checkpoint_io, precision_plugin
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs
+        self._has_equal_models = process_set is None
         self._has_work_before_step = broadcast_buffers
         self._are_buffers_stale = True
         self._deltas: AdasumExchange | None = None
@@ -223,7 +218,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_stage(self._join_group, leave, runtime.abort_collectives, HorovodProgress())
+        self._enter_stage(EngineGroup(self._join_group, leave, runtime.abort_collectives, HorovodProgress()))
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
@@ -261,8 +256,7 @@ class HorovodStrategy(ParallelStrategy):
             self._undo.callback(SynchronizedBatchNorm(module).restore)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        check_same_model(self.collectives, module, self.root_device, is_trained=is_fitting)
-        self.collectives.broadcast_module(module)
+        share_model(self.collectives, module, self.root_device, is_trained=is_fitting)
         if is_fitting:
             check_has_trainable_parameters(module)
             self.setup_optimizers(trainer)
@@ -281,8 +275,7 @@ class HorovodStrategy(ParallelStrategy):
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         self._begin_exchange(trainer)
         super()._begin_stage(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self._deltas is None and self._options.process_set is None:
+        if trainer.state.fn == TrainerFn.FITTING and self._deltas is None and self._has_equal_models:
             compare_exchanges(self._stage_context, trainer, in_exchange=False)
 
     def _begin_exchange(self, trainer: "pl.Trainer") -> None:
@@ -296,7 +289,8 @@ class HorovodStrategy(ParallelStrategy):
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
             exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
             self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
-        self._start_uneven_inputs(trainer, self._uneven_inputs, torch.device("cpu"))
+        start_uneven_inputs = self._stage_context.start_uneven_inputs
+        self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
 
     @override
     def model_to_device(self) -> None:
@@ -362,7 +356,7 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer, and returns its result; with Adasum, combines the steps of all ranks."""
         if self._deltas is None:
-            if isinstance(optimizer, LBFGS) and self._epoch_checks is not None:
+            if isinstance(optimizer, LBFGS) and self._has_equal_models:
                 reduce_op = "sum" if self._options.op == "sum" else "mean"
                 closure = with_reduced_loss(closure, lambda: self._active_collectives, reduce_op)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -387,11 +381,6 @@ class HorovodStrategy(ParallelStrategy):
         if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
             self._broadcast_buffers(is_known_to_match=False)
 
-    @property
-    @override
-    def _epoch_checks(self) -> ChecksOptions | None:
-        return None if self._options.process_set is not None else super()._epoch_checks
-
     # --- teardown ---
 
     @override
@@ -408,12 +397,3 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_deltas": None, "_undo": ExitStack()}
-
-
-def legacy_horovod(**kwargs: Any) -> HorovodStrategy:
-    """Creates the strategy for ``Trainer(strategy="horovod")``, a name that Lightning 2 does not have."""
-    strategy = HorovodStrategy(**kwargs)  # sets the rank, on which the message depends
-    rank_zero_info(
-        "`strategy='horovod'` is provided by lightning-strategies-ext, and is the same as `strategy='horovod_ext'`."
-    )
-    return strategy

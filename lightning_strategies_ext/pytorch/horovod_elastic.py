@@ -138,7 +138,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         self._begin_exchange(trainer)
         # In `fit`, only the ranks that have received a SIGTERM leave.
         must_stop = self._fit is None and self.reduce_boolean_decision(
-            self._stage_context.was_stop_requested, all=False
+            self._stage_context.coordinated_stop.was_requested, all=False
         )
         self._start_stop_agreement(trainer, is_requested=must_stop)
 

@@ -21,7 +21,7 @@ from lightning_strategies_ext._lightning.trainer_logging import (
     step_values,
 )
 from lightning_strategies_ext._system.call_sites import user_code_frames
-from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
     DifferentPartsError,
@@ -213,6 +213,10 @@ class LoggedValues:
             return ""
         directory = os.getcwd() + os.sep
         return location.removeprefix(directory)
+
+
+#: Values of a rank before its stage has started, which logs none.
+NO_LOGGED_VALUES = LoggedValues(lambda: LocalCollectives(0, 1), lambda value, *_: value, lambda: torch.device("cpu"))
 
 
 def _key_of(metric: LoggedMetric) -> str:

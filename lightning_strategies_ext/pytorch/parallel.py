@@ -5,7 +5,7 @@ and exchange the gradients. Only the property ``collectives`` depends on the eng
 """
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,36 +21,25 @@ from torch.distributed import Store
 from typing_extensions import Self, override
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext._lightning import (
-    samplers,
-    trainer_data,
-    trainer_logging,
-    trainer_signals,
-    trainer_stages,
-    user_modules,
-)
-from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext._lightning import samplers, strategy_parts, trainer_data, trainer_logging, trainer_stages
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.checks import ChecksOptions, check_checks
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.elastic.arguments import elastic_class_of
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
-from lightning_strategies_ext.failure.process_exit import install_excepthook
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import start_agreement
+from lightning_strategies_ext.pytorch.checks import check_arguments
 from lightning_strategies_ext.pytorch.exchange_comparison import check_recorded_exchanges
-from lightning_strategies_ext.pytorch.logged_values import LoggedValues
+from lightning_strategies_ext.pytorch.logged_values import NO_LOGGED_VALUES, LoggedValues
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
-from lightning_strategies_ext.stage_context import StageContext
+from lightning_strategies_ext.stage_context import EngineGroup, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
-from lightning_strategies_ext.uneven.control import UnevenInputs
 
 T = TypeVar("T")
 
@@ -104,10 +93,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     ) -> None:
         self._hang_timeout_s = arguments.check_hang_timeout(hang_timeout)
         self._checks = check_checks(checks)
-        arguments.check_plugins(accelerator, cluster_environment, checkpoint_io)
-        if precision_plugin is not None and not isinstance(precision_plugin, Precision):
-            raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
-        arguments.check_devices(parallel_devices)
+        check_arguments(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -117,7 +103,6 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         )
         self._stage_context = StageContext(self._engine)
         self._features = Features()  # of the gradient exchange
-        self._logged_values = self._make_logged_values()
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -131,6 +116,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     _worker: WorkerContext | None = None
     #: Whether ranks may change during ``fit``.
     _is_elastic = False
+    #: Whether all ranks have the same model after each training step.
+    _has_equal_models = True
+    _logged_values = NO_LOGGED_VALUES
     #: Values of the argument ``compression``, if there is one, that would reduce the size of exchanges.
     cheaper_compressions: tuple[str, ...] = ()
     checkpoint_io = atomic_checkpoint_io
@@ -159,12 +147,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`."""
-        if self.lightning_module is None:
-            return dataloader  # no stage is running
-        trainer = self.lightning_module.trainer
-        # A rank without samples does not iterate in `predict`.
-        settings = self.broadcast, trainer.current_epoch, trainer.predicting
-        samplers.share_orders(dataloader, lambda sampler: SharedOrder(sampler, *settings))
+        if self.lightning_module is not None:  # a stage is running
+            samplers.share_orders_of_stage(dataloader, self.lightning_module.trainer, self.broadcast)
         return dataloader
 
     @property
@@ -243,12 +227,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         In a training step, ranks that have run out of batches do not contribute (``uneven_inputs="join"``).
         """
-        inputs = self._stage_context.uneven_inputs
-        if (
-            inputs is not None
-            and self._stage_context.local_collectives is None
-            and inputs.handles_reduce(tensor, group)
-        ):
+        context, inputs = self._stage_context, self._stage_context.uneven_inputs
+        if inputs is not None and context.local_collectives is None and inputs.handles_reduce(tensor, group):
             return inputs.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._active_collectives.reduce(tensor, group, reduce_op)
 
@@ -295,7 +275,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def request_interrupt(self) -> None:
         """Requests that all ranks stop before the same step, as after Ctrl-C; for a worker's signal handler."""
-        self._stage_context.request_interrupt()
+        self._stage_context.coordinated_stop.request_interrupt()
 
     def announce_failure(self, exception: BaseException) -> None:
         """Announces to the other ranks that this rank has failed, unless all ranks stop. Called before any callback.
@@ -330,16 +310,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         self._features.close()
         self._stage_context.leave(is_over=self._worker is None)
-        self._stage_context.release_sigterm()
+        self._stage_context.coordinated_stop.release_sigterm()
         if self.cluster_environment is not None:
             tear_down(self.cluster_environment)
-        user_modules.move_optimizers(self.optimizers, torch.device("cpu"))
-        if self.lightning_module is not None:
-            self.lightning_module.cpu()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        strategy_parts.tear_down(self)
 
     def enter_worker(self, context: WorkerContext) -> None:
         """Stores the context of this worker process; called before all other methods."""
@@ -370,50 +344,28 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         self._logged_values.reset()
         self._stage_context.mark_failed(exception, self.global_rank, self.world_size)
 
-    def _enter_stage(
-        self,
-        join: Callable[[], Store | None],
-        leave: Callable[[], None] | None,
-        abort: Callable[[Sequence[Peer]], None],
-        progress: CollectiveProgress,
-    ) -> None:
-        """Joins the other ranks, and makes all ranks exit when one fails or does not start. Collective.
-
-        ``join`` joins the group of all ranks unless this process has joined it, and returns their store, or None for a
-        single rank. ``leave`` leaves the group of an earlier stage, which may be broken; None without such a group.
-        ``abort`` makes this rank's pending collectives with the given peers raise, if the backend can.
-        """
-        store, ranks = join(), (self.global_rank, self.world_size)
+    def _enter_stage(self, group: EngineGroup) -> None:
+        """Joins the other ranks, and makes all ranks exit when one fails or does not start. Collective."""
+        store, ranks = group.join(), (self.global_rank, self.world_size)
         context = self._stage_context = StageContext(self._engine, *ranks, store, previous=self._stage_context)
         if store is not None:
-            context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code)
-            install_excepthook(announce_uncaught)
-        if leave is not None and not context.is_group_intact():
-            leave()
-            self._enter_stage(join, None, abort, progress)
+            functions = get_exit_code, announce_uncaught
+            context.start_failure_monitor(group.abort, group.progress, self._hang_timeout_s, *functions)
+        if group.leave is not None and not context.is_group_intact():
+            group.leave()
+            self._enter_stage(replace(group, leave=None))
 
     def _prepare_logging(self, trainer: "pl.Trainer") -> None:
         """Makes ``self.log`` exchange the values of a step together, unless a subclass or a GPU reduces them."""
-        self._logged_values = self._make_logged_values()
+        self._logged_values = LoggedValues(lambda: self._active_collectives, self.reduce, lambda: self.root_device)
         is_packed = self.root_device.type == "cpu" and type(self).reduce is ParallelStrategy.reduce
         trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
-
-    def _make_logged_values(self) -> LoggedValues:
-        return LoggedValues(lambda: self._active_collectives, self.reduce, lambda: self.root_device)
-
-    def _start_uneven_inputs(self, trainer: "pl.Trainer", mode: UnevenInputs, device: torch.device) -> None:
-        """Starts the handling of uneven inputs in ``fit``, with small tensors on a device. Collective."""
-        self._stage_context.start_uneven_inputs(mode, trainer, device)
-        inputs = self._stage_context.uneven_inputs
-        if inputs is not None and mode == "join":
-            self._logged_values.is_shadowed = lambda value: inputs.handles_reduce(value, None)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements of a stage. Collective: all ranks call it."""
         context = self._stage_context
         self._start_stop_agreement(trainer)
-        if context.failure_monitor is not None:
-            context.handle_stage_exits(is_job=self._worker is None)
+        context.handle_stage_exits(is_job=self._worker is None)
         if context.size > 1:
             context.evaluation = trainer_data.evaluate_together(trainer, self._logged_values.count_evaluating)
 
@@ -422,45 +374,27 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         By default, the stop is requested if any rank has received a SIGTERM after the last step of the previous stage.
         """
-        if is_requested is None:
-            is_requested = self._decide_any(self._stage_context.was_stop_requested)
-        context = self._stage_context
-        hooks = self._on_sigterm, lambda: context.request_requeue(), self._before_train_step
+        context, hooks = self._stage_context, (self._on_sigterm, self._before_train_step)
         start_stop_agreement(context, trainer, *hooks, self._decide_any, is_requested=is_requested)
-        start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, self._epoch_checks)
-
-    @property
-    def _epoch_checks(self) -> ChecksOptions | None:
-        """Options of the checks after each epoch; None if the models of the ranks differ on purpose."""
-        return self._checks
+        checks = self._checks if self._has_equal_models else None
+        start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, checks)
 
     def _on_sigterm(self) -> None:
-        self._stage_context.request_stop()
+        self._stage_context.coordinated_stop.request()
 
     def _before_train_step(self) -> None:
-        if self._stage_context.has_decision_before_train_step():
-            self._stage_context.apply_decision(self._decide_any)
-        if self._stage_context.must_requeue:
-            assert self.lightning_module is not None
-            if not trainer_signals.is_accumulating(self.lightning_module.trainer):
-                self._stage_context.requeue()
+        self._stage_context.coordinated_stop.before_train_step(self._decide_any)
         for before_step in self._features.before_step:
             before_step()
 
     def _before_evaluation_step(self) -> None:
-        if self._stage_context.has_decision_before_evaluation_step():
-            self._stage_context.apply_decision(self._decide_any)
-        if self._stage_context.must_requeue:  # the accumulation window may end after SLURM's time limit
-            self._stage_context.requeue()
+        self._stage_context.coordinated_stop.before_evaluation_step(self._decide_any)
 
     def _decide_any(self, decision: bool) -> bool:
         return self.reduce_boolean_decision(decision, all=False)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_observer": None, "_logged_values": None}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._logged_values = self._make_logged_values()
+        state = {**super().__getstate__(), "_observer": None}
+        state.pop("_logged_values", None)
+        return state

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
+from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 from lightning_strategies_ext.launch.ray import ray_train
 from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
@@ -65,6 +66,21 @@ def use_rank_info(strategy: LightningDDPStrategy, rank_info: WorkerRankInfo, dev
     strategy.parallel_devices = [device] * rank_info.local_world_size
     strategy.num_nodes = rank_info.num_nodes
     strategy.cluster_environment = ray_train.RayEnvironment(rank_info)
+
+
+def set_aside_group(world_size: int) -> bool:
+    """Sets aside the group of several ranks in a stage of one rank; otherwise, prepares later stages on one device.
+
+    Args:
+        world_size: Number of ranks of this stage.
+
+    Returns:
+        Whether a group was set aside, which :func:`.process_group.bring_back` restores.
+    """
+    if world_size == 1:
+        return process_group.set_aside()
+    strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
+    return False
 
 
 def no_device_error(devices: Sequence[torch.device], local_rank: int) -> RuntimeError:

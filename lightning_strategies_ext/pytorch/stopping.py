@@ -1,6 +1,6 @@
 """Stops of all ranks before the same step, after a SIGTERM, SLURM's signal to requeue the job, or an early stop.
 
-:mod:`lightning_strategies_ext.stage_context` makes the agreement. This module connects it to the signal handlers and
+:mod:`lightning_strategies_ext.coordinated_stop` makes the agreement. This module connects it to the signal handlers and
 the training loop of a Trainer.
 """
 
@@ -18,11 +18,10 @@ def start_stop_agreement(
     context: StageContext,
     trainer: "pl.Trainer",
     on_sigterm: Callable[[], None],
-    on_requeue: Callable[[], None],
     before_train_step: Callable[[], None],
     any_rank: Callable[[bool], bool],
     *,
-    is_requested: bool,
+    is_requested: bool | None,
 ) -> None:
     """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it.
 
@@ -30,18 +29,23 @@ def start_stop_agreement(
         context: Stage context of this rank.
         trainer: The Trainer.
         on_sigterm: Called in the signal handler.
-        on_requeue: Called in the handler of SLURM's signal.
         before_train_step: Called before each training step; raises an exception if the ranks have agreed to stop.
         any_rank: Collective that returns whether its argument is True on any rank.
-        is_requested: Whether the ranks know already that they have to stop.
+        is_requested: Whether the ranks know already that they have to stop; if None, they do if any rank has received a
+            SIGTERM after the last step of the previous stage.
     """
+    stop = context.coordinated_stop
+    if is_requested is None:
+        is_requested = any_rank(stop.was_requested)
     if context.failure_monitor is not None:
         context.failure_monitor.set_step_source(partial(describe_step, trainer), trainer.default_root_dir)
-    context.early_stop = EarlyStop.create(trainer, context, any_rank)
-    confirm = trainer_signals.intercept_sigterm(trainer, on_sigterm, before_train_step, context.early_stop)
-    requeue = trainer_signals.intercept_requeueing(trainer, on_requeue)
+    stop.early_stop = EarlyStop.create(trainer, context, any_rank)
+    confirm = trainer_signals.intercept_sigterm(trainer, on_sigterm, before_train_step, stop.early_stop)
+    requeue = trainer_signals.intercept_requeueing(trainer, stop.request_requeue)
     release = partial(trainer_signals.release_sigterm, trainer)
-    context.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
+    is_accumulating = partial(trainer_signals.is_accumulating, trainer)
+    factory = context.stop_agreement_factory()
+    stop.start(factory, confirm, release, requeue, is_accumulating, is_requested=is_requested)
 
 
 def describe_step(trainer: "pl.Trainer") -> str:

@@ -102,6 +102,15 @@ class GradientSyncOptions:
             return f"model_averaging_period={self.averaging_period}"
         return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
 
+    def keeps_models_equal(self, ddp_kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether all ranks have the same model after each step: they exchange gradients, and among all ranks.
+
+        Args:
+            ddp_kwargs: Arguments of DistributedDataParallel.
+        """
+        exchanges_among_some = any(ddp_kwargs.get(name) is not None for name in ("process_group", "device_mesh"))
+        return self.model_averaging_argument is None and not exchanges_among_some
+
     def _check_hook(self) -> None:
         for name, argument in (("ddp_comm_hook", self.comm_hook), ("ddp_comm_wrapper", self.comm_wrapper)):
             if argument is not None and not callable(argument):

@@ -1,4 +1,4 @@
-"""Lifecycle of the default torch.distributed process group: choice of the backend, start, and end.
+"""Lifecycle of the default torch.distributed process group: default backend, start, and end.
 
 Both front ends start the group here. It stays open between stages (``fit`` and then ``test`` use the same group) and is
 closed when the interpreter exits, so that no backend reports a group that was not destroyed.
@@ -23,8 +23,8 @@ from lightning_strategies_ext._system.connections import record_connections, wit
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext._system.gpu_sync import is_aborted
 from lightning_strategies_ext.failure.process_exit import register_exit_handler
-from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.torch_distributed import rendezvous
+from lightning_strategies_ext.torch_distributed.backend_checks import backends_in, check_options
 
 if TYPE_CHECKING:
     from multiprocessing.util import Finalize
@@ -32,14 +32,6 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment
 
 log = logging.getLogger(__name__)
-
-_AVAILABILITY = {
-    "gloo": "is_gloo_available",
-    "nccl": "is_nccl_available",
-    "mpi": "is_mpi_available",
-    "ucc": "is_ucc_available",
-    "xccl": "is_xccl_available",
-}
 
 #: Connections between ranks in groups that this package has created, by the addresses of both ends, the local one
 #: first.
@@ -75,11 +67,6 @@ _WATCHDOG_SETTINGS = {
 }
 
 
-def available_backends() -> list[str]:
-    """Returns the backends of this build of torch."""
-    return [name for name, asked in _AVAILABILITY.items() if getattr(dist, asked, bool)()]
-
-
 def is_initialized() -> bool:
     """Returns whether this process belongs to a torch.distributed process group."""
     return dist.is_available() and dist.is_initialized()
@@ -87,7 +74,7 @@ def is_initialized() -> bool:
 
 def uses_gloo() -> bool:
     """Returns whether the default process group uses gloo, for some device or for operations that ``shm`` lacks."""
-    return is_initialized() and any(name in ("gloo", shm.NAME) for name in _backends_in(dist.get_backend()))
+    return is_initialized() and any(name in ("gloo", shm.NAME) for name in backends_in(dist.get_backend()))
 
 
 def is_carried_by_gloo(group: Any) -> bool:
@@ -119,96 +106,6 @@ def disable_nccl_watchdog_exit() -> None:
     """Makes NCCL process groups that this process joins later survive the exit of other ranks."""
     for name, value in _WATCHDOG_SETTINGS.items():
         os.environ.setdefault(name, value)
-
-
-def check_arguments(backend: str | None, options: Any, timeout: timedelta | None) -> None:
-    """Checks the arguments of a process group before processes start.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If torch does not know the backend, the options are for another backend, or the timeout is invalid.
-        RuntimeError: If torch was built without the backend.
-    """
-    check_backend(backend)
-    check_options(options, backend)
-    check_timeout(timeout)
-
-
-def check_timeout(timeout: timedelta | None) -> None:
-    """Checks that a timeout is valid for a process group.
-
-    Raises:
-        TypeError: If the timeout is neither a ``timedelta`` nor None.
-        ValueError: If the timeout is not positive.
-    """
-    if timeout is None:
-        return
-    if not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"`timeout` must be a datetime.timedelta or None, got {timeout!r}. Write `timedelta(seconds=...)`."
-        )
-    if timeout <= timedelta(0):
-        raise ValueError(f"`timeout` must be positive, got {timeout!r} ({timeout.total_seconds()} seconds).")
-
-
-def check_backend(backend: str | None) -> None:
-    """Checks that torch knows a backend and that this build of torch has it.
-
-    Args:
-        backend: ``"gloo"``, ``"nccl"``, any backend registered with ``torch.distributed.Backend``, or one per device
-            type in torch's form ``"cpu:gloo,cuda:nccl"``. None for the default of the device.
-
-    Raises:
-        TypeError: If the backend is neither a string nor None.
-        ValueError: If torch does not know the backend.
-        RuntimeError: If torch was built without the backend.
-    """
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise TypeError(f"`process_group_backend` must be a name such as 'gloo', or None, got {backend!r}.")
-    known = sorted(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
-    for name in _backends_in(backend):
-        if name not in known:
-            raise ValueError(
-                f"`process_group_backend={backend!r}` is not a backend of torch. Use one of {', '.join(known)}."
-            )
-        is_available = getattr(dist, _AVAILABILITY.get(name, ""), None)
-        if is_available is not None and not is_available():
-            raise RuntimeError(
-                f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) does not include"
-                f" {name}. Omit the argument to use the default for the device, or install a torch built with {name}."
-            )
-
-
-def check_backend_for_devices(backend: str | None, devices: list[torch.device]) -> None:
-    """Checks that a backend supports tensors of the devices; NCCL does not support CPU ranks, for example.
-
-    Raises:
-        ValueError: If the backend does not support a device.
-    """
-    if backend is None or ":" in backend:
-        return
-    capable = dist.Backend.backend_capability.get(backend.lower(), [])
-    for device_type in sorted({device.type for device in devices}):
-        if capable and device_type not in capable:
-            raise ValueError(
-                f"`process_group_backend={backend!r}` supports tensors on {' and '.join(capable)}, but the devices"
-                f" are of type {device_type!r}. Use `accelerator={capable[0]!r}` or another backend, such as 'gloo'."
-            )
-
-
-def check_options(options: Any, backend: str | None) -> None:
-    """Checks that a backend accepts the options.
-
-    Raises:
-        ValueError: If the options are for another backend.
-    """
-    if isinstance(options, ShmOptions) and backend not in (None, shm.NAME):
-        raise ValueError(
-            f"`process_group_options={options!r}` are for the backend 'shm', but `process_group_backend={backend!r}`."
-            " Omit the options, or use `process_group_backend='shm'`."
-        )
 
 
 def default_backend(device: torch.device, world_size: int, num_hosts: int) -> str:
@@ -413,7 +310,3 @@ def default_store() -> dist.Store:
     if _own_store is not None and _own is not None and _own() is dist.group.WORLD:
         return _own_store
     return _get_default_store()  # torch has no public accessor (read in torch 2.5 to 2.13)
-
-
-def _backends_in(backend: str) -> list[str]:
-    return [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]

@@ -1,5 +1,7 @@
 """What :mod:`lightning_strategies_ext._lightning.samplers` needs of Lightning."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -29,6 +31,22 @@ def test_a_users_sampler_is_found_and_its_order_replaced(kind: type) -> None:
         of_epochs.append([*sampler])
         assert [*sampler] == of_epochs[-1] == orders[0]._order[1::2]
     assert of_epochs[0] != of_epochs[1]
+
+
+def test_the_order_of_a_stage_is_that_of_rank_0_and_is_shared_at_once_in_predict() -> None:
+    for is_predicting in (False, True):
+        trainer = SimpleNamespace(current_epoch=0, predicting=is_predicting)
+        sent: list[object] = []
+
+        def broadcast(obj: object, sent: list[object] = sent) -> object:
+            sent.append(obj)
+            return torch.tensor([5, 4, 3, 2, 1, 0])
+
+        wrapper = DistributedSamplerWrapper(SubsetRandomSampler(range(6)), num_replicas=2, rank=1, shuffle=False)
+        samplers.share_orders_of_stage(DataLoader(torch.arange(6), sampler=wrapper), trainer, broadcast)
+        assert len(sent) == int(is_predicting)
+        assert [*wrapper] == [4, 2, 0]
+        assert len(sent) == 1
 
 
 def test_other_samplers_are_left_alone() -> None:

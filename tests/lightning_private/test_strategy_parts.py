@@ -1,6 +1,8 @@
 """What :mod:`lightning_strategies_ext._lightning.strategy_parts` needs of Lightning."""
 
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_strategies_ext._lightning import strategy_parts
 from tests.lightning_private.trainers import in_own_process, single_process_trainer
@@ -109,3 +112,37 @@ def test_the_trainer_sets_the_module_before_it_refuses_a_compiled_one() -> None:
     trainer.fit(model, loader())
     assert trainer.lightning_module is model
     assert vars(trainer.strategy)["_lightning_module"] is model
+
+
+def test_the_change_of_a_layer_sync_plugin_is_reverted_at_the_end_of_fit_only() -> None:
+    class Plugin(LayerSync):
+        def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+            return model
+
+        def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+            return torch.nn.Sequential(model)
+
+    trainer = make_trainer("ddp_ext")
+    strategy, module = trainer.strategy, MLP()
+    module.trainer = trainer
+    strategy._lightning_module = strategy.model = module
+    for function, is_reverted in ((TrainerFn.FITTING, False), (TrainerFn.TESTING, False), (TrainerFn.FITTING, True)):
+        trainer.state.fn = function
+        strategy_parts.revert_layer_sync(strategy)
+        assert (strategy.model is not module) == is_reverted
+        strategy_parts.set_layer_sync(strategy, Plugin())
+
+
+def test_tear_down_moves_to_the_cpu_and_tears_down_the_plugins_that_exist() -> None:
+    torn_down: list[str] = []
+    module = MLP()
+    optimizer = torch.optim.Adam(module.parameters())
+    parts = {
+        name: SimpleNamespace(teardown=partial(torn_down.append, name))
+        for name in ("precision_plugin", "accelerator", "checkpoint_io")
+    }
+    strategy_parts.tear_down(SimpleNamespace(optimizers=[optimizer], lightning_module=module, **parts))
+    assert torn_down == [*parts]
+    early = {**parts, "accelerator": None}
+    strategy_parts.tear_down(SimpleNamespace(optimizers=[], lightning_module=None, **early))
+    assert torn_down == [*parts, "precision_plugin", "checkpoint_io"]
