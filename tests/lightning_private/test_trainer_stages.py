@@ -255,7 +255,7 @@ def test_training_is_started_before_the_loop_runs() -> None:
     undo()
 
 
-def test_the_progress_of_the_epoch_and_a_call_before_the_hooks_at_the_end_of_training() -> None:
+def test_the_batch_progress_and_a_call_before_the_hooks_at_the_end_of_training() -> None:
     class Ends(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             found.append(("step", trainer_stages.batch_progress_of(self.trainer).ready))
