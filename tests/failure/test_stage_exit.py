@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
+from lightning_strategies_ext import ChecksOptions, DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
 from lightning_strategies_ext._system import peers
+from lightning_strategies_ext.checks import GROUP_FIELDS, TRAINING_FIELDS
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
@@ -34,6 +35,8 @@ class Uneven(MLP):
         self.trainer.strategy.barrier()
 
 
+#: Without the comparison at the end of an epoch, with which the other rank's collective would pair.
+WITHOUT_EPOCH_CHECKS = ChecksOptions(excluded_fields=(*GROUP_FIELDS, *TRAINING_FIELDS))
 EXPECTED = r"rank 1 is waiting in a collective for rank 0, which has already finished this stage"
 
 
@@ -41,7 +44,9 @@ EXPECTED = r"rank 1 is waiting in a collective for rank 0, which has already fin
 def test_a_worker_with_more_batches_gets_an_error(backend):
     model = seeded(Uneven)
     trainer = spawn_trainer(
-        DDPSpawnStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False
+        DDPSpawnStrategy(process_group_backend=backend, checks=WITHOUT_EPOCH_CHECKS),
+        max_epochs=1,
+        use_distributed_sampler=False,
     )
     start = time.monotonic()
     with pytest.raises(WorkerRaisedError, match=EXPECTED) as caught:
@@ -57,7 +62,8 @@ def test_a_worker_with_more_batches_gets_an_error(backend):
 
 
 def fit_unevenly(backend: Any, announced: Path) -> str:
-    trainer = make_trainer(DDPStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False)
+    strategy = DDPStrategy(process_group_backend=backend, checks=WITHOUT_EPOCH_CHECKS)
+    trainer = make_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
     try:
         trainer.fit(Uneven(), loader(num_samples=16))
     except UnevenInputsError as error:
@@ -73,6 +79,20 @@ def test_a_process_with_more_batches_gets_an_error_while_the_other_process_runs(
     first, second = outcomes_of_ranks(fit_unevenly, backend, tmp_path / "told")
     assert first.value == "ended" or first.exit_code == -9, first
     assert EXPECTED in str(second.value), second
+
+
+def fit_with_epoch_checks() -> str:
+    trainer = make_trainer(DDPStrategy(), max_epochs=1, use_distributed_sampler=False)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(Uneven(), loader(num_samples=16))
+    return str(raised.value)
+
+
+def test_the_comparison_after_an_epoch_names_a_collective_that_only_one_rank_calls():
+    for text in run_ranks(fit_with_epoch_checks):
+        assert "rank 0 calls all_gather" in text
+        assert "rank 1 calls barrier" in text
+        assert "`barrier` in validation_step" in text
 
 
 def test_ranks_that_finish_at_different_times_get_no_error():
@@ -97,11 +117,11 @@ UNEVEN_SCRIPT = """
 import sys
 
 from lightning_strategies_ext import DDPStrategy
-from tests.failure.test_stage_exit import Uneven
+from tests.failure.test_stage_exit import WITHOUT_EPOCH_CHECKS, Uneven
 from tests.support.models import loader, make_trainer
 
 if __name__ == "__main__":
-    strategy = DDPStrategy(process_group_backend=sys.argv[2])
+    strategy = DDPStrategy(process_group_backend=sys.argv[2], checks=WITHOUT_EPOCH_CHECKS)
     model = Uneven()
     model.short = int(sys.argv[1])
     make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader(num_samples=16))
