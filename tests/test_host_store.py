@@ -437,4 +437,4 @@ def test_the_store_of_torchrun_holds_nothing_but_the_name_of_ours(tmp_path: Path
     ours = {
         re.sub("[0-9a-f]{32}", "ID", key.rpartition("lightning_strategies_ext/")[2]) for key in keys if "ext" in key
     }
-    assert ours == {"rounds/newest", "rounds/ID/question 1", "rounds/ID/answer 1", "host_store"}, keys
+    assert ours == {"restarts/newest", "restarts/ID/question 1", "restarts/ID/answer 1", "host_store"}, keys
