@@ -32,7 +32,6 @@ from lightning_strategies_ext.horovod.exchange_options import (
     check_exchanges_nothing,
 )
 from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientExchange
-from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.horovod.synchronize import HorovodProgress
@@ -106,11 +105,10 @@ class HorovodStrategy(ParallelStrategy):
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
-        launch = LaunchInfo.from_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
+            cluster_environment=environment.environment_of_launcher(),
             checkpoint_io=checkpoint_io,
             precision=precision,
             hang_timeout=hang_timeout,

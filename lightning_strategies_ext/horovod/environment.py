@@ -9,16 +9,19 @@ from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo, exited_parent_pid, is_rank_of_script
+from lightning_strategies_ext.launch.script_launcher import environment_of_child
 
 
-def environment_of_launcher() -> "HorovodEnvironment | None":
+def environment_of_launcher() -> ClusterEnvironment | None:
     """Returns the environment of a process that a launcher of Horovod has started, and sets the rank for messages.
 
-    None in a process that no launcher has started.
+    In a process that a rank has started, it removes the rank's variables first, and returns an environment that starts
+    ranks. None in a process that no launcher has started.
     """
+    environment = environment_of_child(None)
     launch = LaunchInfo.from_environment()
     if launch is None:
-        return None
+        return environment
     launching.set_rank_zero_only_rank(launch.rank)
     return HorovodEnvironment(launch)
 
