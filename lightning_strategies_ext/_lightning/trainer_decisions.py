@@ -24,7 +24,7 @@ class ShareValues(Protocol):
             reader: Class that reads the values.
             monitor: Name of the value that it monitors, if any.
             others: Names of other values that it reads.
-            values: Values of this rank.
+            values: This rank's values.
         """
 
 
@@ -39,7 +39,7 @@ def share_monitored_values(trainer: Any, share: ShareValues) -> list[Callable[[]
       ``_run_early_stopping_check`` then reads the value.
     * ``_TrainingEpochLoop._get_monitor_value`` returns the value for ``ReduceLROnPlateau``.
 
-    ``trainer.callback_metrics`` keeps the values of this rank.
+    ``trainer.callback_metrics`` keeps this rank's values.
 
     Returns:
         Functions that revert the change.

@@ -44,7 +44,7 @@ _REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Any]]] = {
 
 
 class Part(NamedTuple):
-    """A value of this rank.
+    """A value that this rank passes to an exchange.
 
     Attributes:
         key: Name, equal on all ranks; unique among the values of an exchange.
@@ -214,7 +214,7 @@ class PackedExchange:
         Args:
             collectives: Collectives of all ranks.
             kind: Kind of the values, equal on all ranks.
-            parts: Values of this rank, at least one.
+            parts: This rank's values, at least one.
             describe: Function that returns a picklable description of the values, for an error.
             is_final: Whether this rank will pass no more values of this kind; part of the error.
 
@@ -259,7 +259,7 @@ class PackedExchange:
         Args:
             collectives: Collectives of all ranks.
             kind: Kind of the values, equal on all ranks.
-            parts: Values of this rank, possibly none; None if this rank is absent. A mean is not supported.
+            parts: This rank's values, possibly none; None if this rank is absent. A mean is not supported.
             describe: Function that returns a picklable description of the values.
 
         Returns:
@@ -269,8 +269,9 @@ class PackedExchange:
         Raises:
             DifferentPartsError: If ranks that are not absent have different values.
         """
-        layout = self._layout_of(kind, *_transposed(parts or ()))
-        message, rest = layout.pack(_transposed(parts or ())[2], _ABSENT if parts is None else _FINAL)
+        keys, ops, values = _transposed(parts or ())
+        layout = self._layout_of(kind, keys, ops, values)
+        message, rest = layout.pack(values, _ABSENT if parts is None else _FINAL)
         gathered = torch.empty(collectives.world_size() * MESSAGE_NUM_BYTES, dtype=torch.uint8)
         collectives.start_all_gather(gathered, message, self._name)()
         digests, sizes, flags, _ = gathered.view(torch.int64).view(collectives.world_size(), -1)[:, :4].mT.tolist()
@@ -283,13 +284,14 @@ class PackedExchange:
         signature, description = collectives.broadcast((signature, describe()), present[0])
         if parts is None:
             parts = [Part(key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature]
-            layout = self._layout_of(kind, *_transposed(parts))
-            _, rest = layout.pack(_transposed(parts)[2])
+            keys, ops, values = _transposed(parts)
+            layout = self._layout_of(kind, keys, ops, values)
+            _, rest = layout.pack(values)
         rows = gathered.view(len(flags), -1)[:, _HEADER_NUM_BYTES:]
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
-        values = dict(zip([part.key for part in parts], layout.reduce(rows[present]), strict=True))
-        return description, [values[key] for key, *_ in signature]
+        reduced = dict(zip(keys, layout.reduce(rows[present]), strict=True))
+        return description, [reduced[key] for key, *_ in signature]
 
     def _start_rest(self, collectives: Collectives, first: Tensor, rest: Tensor) -> Callable[[], Tensor]:
         rests = torch.empty(len(first) * len(rest), dtype=torch.uint8)

@@ -31,7 +31,7 @@ class MetricPart:
         module: Name of the metric in the LightningModule; None for a logged value.
         key: Name of the state in the metric; for a logged value, Lightning's key of the value and name of the state.
         op: Operation that reduces the contributions of the ranks: "sum", "max" or "min".
-        value: Contribution of this rank, or total.
+        value: This rank's contribution, or the total.
     """
 
     module: str | None

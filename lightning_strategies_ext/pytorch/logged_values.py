@@ -8,7 +8,7 @@ matched by key (:mod:`.packed_exchange`).
 
 import os
 from collections.abc import Callable, Sequence
-from traceback import FrameSummary, walk_stack
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_strategies_ext._lightning.trainer_logging import (
     set_step_values,
     step_values,
 )
-from lightning_strategies_ext._system.call_sites import user_code_frames
+from lightning_strategies_ext._system.call_sites import is_user_code
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
@@ -153,7 +153,7 @@ class LoggedValues:
         DataLoader takes part in the exchange for it without values, and receives the values of the other ranks.
 
         Args:
-            results: Values of this rank.
+            results: This rank's values.
             take_over: Function that is called with the index of a DataLoader whose values this rank has received.
 
         Raises:
@@ -193,8 +193,8 @@ class LoggedValues:
         for metric in metrics:
             metric.set_epoch_value(values[_key_of(metric)])
         if not has_batches:
-            for each, value in zip(settings, values.values(), strict=True):
-                results.add_reduced(each, value, self._reduce)
+            for arguments, value in zip(settings, values.values(), strict=True):
+                results.add_reduced(arguments, value, self._reduce)
 
     def reset(self) -> None:
         """Drops values that have not been exchanged, after this rank has failed or has left its world."""
@@ -204,15 +204,11 @@ class LoggedValues:
 
     def find_location(self) -> str:
         """Returns file and line of the user's code that is running; empty if only libraries are running."""
-        frames = [
-            FrameSummary(frame.f_code.co_filename, line, "", lookup_line=False) for frame, line in walk_stack(None)
-        ]
-        location = user_code_frames(frames[::-1])[-1].rpartition(" in ")[0]
-        path = location.rpartition(":")[0]
-        if path == __file__:
-            return ""
-        directory = os.getcwd() + os.sep
-        return location.removeprefix(directory)
+        for frame, line in walk_stack(None):
+            path = frame.f_code.co_filename
+            if is_user_code(path):
+                return f"{path}:{line}".removeprefix(os.getcwd() + os.sep)
+        return ""
 
 
 #: Values of a rank before its stage has started, which logs none.

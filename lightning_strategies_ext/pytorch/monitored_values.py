@@ -49,7 +49,7 @@ class MonitoredValues:
             reader: Class that reads the values, for messages.
             monitor: Name of the value that it monitors, if any.
             others: Names of other values that it reads.
-            values: Values of this rank.
+            values: This rank's values.
 
         Raises:
             RankDisagreementError: On every rank, if rank 0 has no monitored value and another rank has one.
