@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.exceptions import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.exceptions import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.exceptions import WorkerRaisedError as WorkerRaisedError
+    from lightning_strategies_ext.pytorch.communication_monitor import CommunicationMonitor as CommunicationMonitor
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_elastic import DDPElasticStrategy as DDPElasticStrategy
     from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy as DDPRayStrategy
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.dp import DataParallelStrategy as DataParallelStrategy
     from lightning_strategies_ext.pytorch.horovod import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy as HorovodElasticStrategy
-    from lightning_strategies_ext.pytorch.monitor import CommunicationMonitor as CommunicationMonitor
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
     from lightning_strategies_ext.torch_distributed.compression.config import BFloat16 as BFloat16
@@ -73,7 +73,7 @@ _EXPORTS = {
     "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.config",
     "TopK": "lightning_strategies_ext.torch_distributed.compression.config",
     "ChecksOptions": "lightning_strategies_ext.checks",
-    "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
+    "CommunicationMonitor": "lightning_strategies_ext.pytorch.communication_monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "LoggedKeysError": "lightning_strategies_ext.exceptions",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",

@@ -140,7 +140,7 @@ def test_a_revision_is_measured_in_its_own_directory_or_not_at_all(monkeypatch, 
 
 
 @pytest.mark.parametrize("key", names.NAMES)
-def test_the_working_tree_has_every_name_where_the_table_says(key):
+def test_the_working_tree_has_every_name_of_the_table(key):
     assert names.resolve(names.NAMES[key][0]) is not None
 
 

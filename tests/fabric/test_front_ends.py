@@ -37,7 +37,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make_strategy", "front_end", "expected"), REFUSED)
-def test_what_is_refused_says_what_to_write(
+def test_an_error_names_the_name_to_use_instead(
     make_strategy: type, front_end: Callable[[Any], Any], expected: type
 ) -> None:
     with pytest.raises(ValueError, match=f"{make_strategy.__name__} object at ") as caught:
@@ -51,7 +51,7 @@ def test_what_is_refused_says_what_to_write(
     assert isinstance(front_end(namespace["strategy"]), (Fabric, Trainer))
 
 
-def test_a_strategy_that_has_no_counterpart_says_nothing_of_one() -> None:
+def test_an_error_names_no_counterpart_where_there_is_none() -> None:
     class Written(for_the_trainer.ParallelStrategy):
         root_device = None
 

@@ -43,7 +43,7 @@ def test_there_is_a_case_of_each_kind_at_each_moment():
     assert set(CASES) <= set(cases)
 
 
-def test_a_result_that_is_not_as_it_should_be_says_so():
+def test_an_unexpected_result_is_described():
     case = Case("exception", "forward", 1, "ddp_ext", 2)
     assert Result(case, 3.0, [1], "ValueError: the first cause").problems == []
     assert len(Result(case, None, [0], "", ["a file is left"]).problems) == 4

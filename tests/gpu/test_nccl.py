@@ -154,7 +154,7 @@ def use_gloo(where: dict[str, Any]) -> tuple[str, float]:
 
 
 @cuda_only
-def test_gloo_trains_on_gpus_where_it_is_asked_for(ranks: Ranks) -> None:
+def test_gloo_trains_on_gpus_with_the_argument(ranks: Ranks) -> None:
     outcomes = ranks.run(use_gloo)
     assert outcomes == [outcomes[0]] * ranks.world_size
     assert outcomes[0][0] == "gloo"

@@ -107,7 +107,7 @@ def fit_until_ctrl_c() -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.processes
-def test_on_ctrl_c_the_trainer_tells_our_script_launcher_to_end_the_other_ranks() -> None:
+def test_on_ctrl_c_the_trainer_makes_our_script_launcher_end_the_other_ranks() -> None:
     assert in_own_process(fit_until_ctrl_c) == [(signal.SIGKILL,)]
 
 

@@ -22,12 +22,12 @@ from tests.lightning_private.trainers import in_own_process, single_process_trai
 from tests.support.models import MLP, loader, make_trainer
 
 
-def test_layer_sync_is_what_the_trainer_was_asked_for() -> None:
+def test_layer_sync_is_the_trainers_argument() -> None:
     assert isinstance(strategy_parts.layer_sync(make_trainer("ddp_ext", sync_batchnorm=True).strategy), LayerSync)
     assert strategy_parts.layer_sync(make_trainer("ddp_ext").strategy) is None
 
 
-def test_a_strategy_has_no_way_to_write_checkpoints_until_it_is_asked_for_one() -> None:
+def test_a_strategy_creates_its_checkpoint_io_on_first_access() -> None:
     strategy = LightningDDPStrategy()
     given = strategy_parts.checkpoint_io_of(strategy, TorchCheckpointIO)
     assert strategy.checkpoint_io is given

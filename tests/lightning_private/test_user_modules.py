@@ -66,7 +66,7 @@ def test_random_states_of_all_kinds_are_restored():
     assert (torch.rand(()).item(), np.random.rand(), random.random()) == drawn
 
 
-def test_the_device_that_a_module_says_can_be_set_alone() -> None:
+def test_a_modules_device_attribute_can_be_set_alone() -> None:
     module = MLP()
     user_modules.set_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")

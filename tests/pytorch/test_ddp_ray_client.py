@@ -121,7 +121,7 @@ def test_workers_end_when_the_main_process_is_killed(cluster):
         time.sleep(0.1)
 
 
-def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
+def test_a_link_relay_ends_when_the_main_process_sends_nothing():
     import ray
     from ray.exceptions import RayActorError
 
@@ -129,13 +129,13 @@ def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
 
     relay = ray.remote(LinkRelayActor).options(num_cpus=0).remote(1.0)
 
-    def ask() -> None:
+    def call_until_it_ends() -> None:
         while True:
             ray.get(relay.endpoint.remote())
             time.sleep(0.1)
 
     with pytest.raises(RayActorError):
-        ask()
+        call_until_it_ends()
 
 
 def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupted(cluster):

@@ -160,7 +160,7 @@ def in_main(path: str) -> None:
 
 
 @pytest.mark.parametrize(("start_method", "num_threads"), [("forkserver", 3), ("spawn", 3), ("fork", 1)])
-def test_workers_run_their_exit_handlers_and_have_the_threads_that_were_asked_for(
+def test_workers_run_their_exit_handlers_and_have_the_requested_threads(
     start_method, num_threads, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -430,7 +430,7 @@ class Logs(MLP):
 
 @pytest.mark.filterwarnings("ignore:You called `self.log", "ignore:.*needs to be floating")
 @each_way
-def test_numbers_are_put_together_as_reduce_fx_says(way):
+def test_numbers_are_combined_by_reduce_fx(way):
     ours, theirs = train(way(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
     assert_close(ours.callback_metrics, theirs.callback_metrics)
     assert_close(ours.logged_metrics, theirs.logged_metrics)

@@ -162,7 +162,7 @@ def accumulate_by_hand() -> tuple[list[int], dict, dict]:
     return count.counts, state_of(ours), state_of(theirs)
 
 
-def test_manual_optimization_exchanges_where_the_user_says():
+def test_manual_optimization_exchanges_where_the_user_requests_it():
     for counts, ours, theirs in run_ranks(accumulate_by_hand):
         assert counts[::2] == [0] * 4
         assert len(set(counts[1::2])) == 1

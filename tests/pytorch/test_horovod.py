@@ -349,7 +349,7 @@ def test_sparse_gradients_are_exchanged_sparse_or_dense(ranks):
     assert_close(sparse, weights_of_one_process(Sparse))
 
 
-def test_learning_rates_are_scaled_only_if_asked_for(ranks):
+def test_learning_rates_are_scaled_only_with_the_argument(ranks):
     assert ranks[0]["scaled"] == pytest.approx([0.1, 0.2])
 
 

@@ -108,7 +108,7 @@ def begin_while_another_is_lost(path: Path) -> str:
     return "begun"
 
 
-def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it(tmp_path):
+def test_a_rank_that_starts_an_operation_while_another_is_lost_receives_the_error(tmp_path):
     """Two locks: Horovod's, under which its thread lets go of tensors, and Python's, which is needed for that."""
     path = tmp_path / "said"
     path.write_bytes(bytes(2))

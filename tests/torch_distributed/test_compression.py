@@ -214,7 +214,7 @@ def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.processes
-def test_what_is_sent_of_the_largest_is_as_many_as_asked_for(exchanged: list[dict[str, Any]]) -> None:
+def test_the_number_of_largest_elements_sent_is_the_argument(exchanged: list[dict[str, Any]]) -> None:
     """A share is one rank's of each host; each sends so many, and they may send the same."""
     num_senders = len(exchanged) if len(exchanged) < 4 else 2
     matrix = exchanged[0]["topk"]["got"][0][0]

@@ -244,7 +244,7 @@ def reasons() -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_message_says_why_the_reducer_exchanges() -> None:
+def test_a_message_gives_the_reason_why_the_reducer_exchanges() -> None:
     found = run_ranks(reasons)[0]
     said = [
         "`find_unused_parameters` or `static_graph` is set",
