@@ -37,6 +37,9 @@ class ValueExchange(Protocol):
     def reduce_epoch(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
         """Reduces the values of an epoch; ``is_final`` states whether all ranks have logged all values."""
 
+    def compute_metrics(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
+        """Computes metrics of torchmetrics; ``is_final`` as for :meth:`reduce_epoch`."""
+
     def reduce_evaluation(self, results: "ExchangedResults", take_over: Callable[[int], Any]) -> None:
         """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end."""
 
@@ -126,13 +129,16 @@ class ExchangedResults(_ResultCollection):
     #: Values accumulated by an earlier process, for metrics that this process has not created yet.
     found: dict[str, dict[str, Any]] | None = None
     exchange: ValueExchange | None = None
+    trainer: Any = None
 
     def __setitem__(self, key: str, metric: Any) -> None:
         metric.__class__ = LoggedMetric
         super().__setitem__(key, metric)
         for name, state in (self.found or {}).get(key, {}).items():
             setattr(metric, name, state)
-        if self.exchange is not None and metric.is_synchronized:
+        if self.exchange is not None and not metric.is_tensor:
+            metric.location = self.exchange.find_location()
+        elif self.exchange is not None and metric.is_synchronized:
             metric.location, metric.op = self.exchange.find_location(), metric.meta.sync.op
             metric.is_exchanged_after_hook = metric.meta.on_step and metric.hook in _STEP_HOOKS
 
@@ -162,6 +168,7 @@ class ExchangedResults(_ResultCollection):
                 self.exchange.finish()
             if not on_step:
                 self.reduce_epoch(is_final=False)
+                self.compute_metrics(is_final=False)
         return super().metrics(on_step)
 
     def missing(self) -> list[LoggedMetric]:
@@ -181,6 +188,33 @@ class ExchangedResults(_ResultCollection):
         if self.exchange is not None and (missing := self.missing()):
             self.exchange.reduce_epoch(missing, is_final=is_final)
 
+    def compute_metrics(self, *, is_final: bool) -> None:
+        """Computes the metrics of torchmetrics that Lightning reads at the end of the epoch, and has not computed yet.
+
+        Args:
+            is_final: As for :meth:`reduce_epoch`.
+        """
+        if self.exchange is not None and (metrics := self.missing_metrics()):
+            self.exchange.compute_metrics(metrics, is_final=is_final)
+
+    def missing_metrics(self) -> list[LoggedMetric]:
+        """Returns the metrics of torchmetrics of the current epoch that have not been computed yet."""
+        return [
+            metric
+            for _, metric in self.valid_items()
+            if not metric.is_tensor
+            and metric._computed is None
+            and metric.meta.on_epoch
+            and not metric.meta.sync.rank_zero_only
+        ]
+
+    def add_metric(self, settings: dict[str, Any]) -> None:
+        """Adds a metric of torchmetrics that only other ranks have logged; the arguments are those of their call."""
+        meta = _Metadata(**settings)
+        meta.sync = _Sync()
+        if meta.metric_attribute:
+            self._add(meta, False).value = self.trainer.lightning_module.get_submodule(meta.metric_attribute)
+
     def add_reduced(self, settings: dict[str, Any], value: Tensor, reduce: Any) -> None:
         """Adds a value that only other ranks have logged.
 
@@ -191,13 +225,16 @@ class ExchangedResults(_ResultCollection):
         """
         meta = _Metadata(**settings)
         meta.sync = _Sync(_should=True, fn=reduce)
+        self._add(meta, True).set_epoch_value(value)
+
+    def _add(self, meta: _Metadata, is_tensor: bool) -> Any:
         key = f"{meta.fx.partition('.')[0]}.{meta.name}"
         if meta.add_dataloader_idx and meta.dataloader_idx is not None:
             key += f".{meta.dataloader_idx}"
         if key not in self:
-            self[key] = _ResultMetric(meta, True)
+            self[key] = _ResultMetric(meta, is_tensor)
         self[key].has_reset = False
-        self[key].set_epoch_value(value)
+        return self[key]
 
     def reset(self, *args: Any, **kwargs: Any) -> None:
         self.found = None
@@ -241,6 +278,7 @@ class _ExchangingLoggerConnector(_LoggerConnector):
         results = self.trainer._results
         if isinstance(results, ExchangedResults):
             results.reduce_epoch(is_final=True)
+            results.compute_metrics(is_final=True)
         super().on_epoch_end()
 
 
@@ -261,6 +299,7 @@ def prepare_logging(trainer: Any, exchange: ValueExchange | None) -> None:
     for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop._results.__class__ = ExchangedResults
         loop._results.exchange = exchange
+        loop._results.trainer = trainer
     trainer._logger_connector.__class__ = _ExchangingLoggerConnector
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "set_device",
     "set_random_states",
     "pop_forward_redirection",
+    "synchronizes_itself",
     "trainer_of",
     "unwrapped_optimizers",
 ]
@@ -85,3 +86,11 @@ def unwrapped_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimize
 def metric_reductions(metric: Metric) -> dict[str, Any]:
     """Returns the reduction of each state of a metric over processes, ``_reductions`` (torchmetrics 1.0 to 1.9)."""
     return dict(metric._reductions)
+
+
+def synchronizes_itself(metric: Metric) -> bool:
+    """Whether a metric overrides how its states are synchronized, as ``MeanAveragePrecision`` does.
+
+    ``Metric.sync`` calls ``_sync_dist``, and no public method that a subclass overrides (torchmetrics 1.0 to 1.9).
+    """
+    return type(metric)._sync_dist is not Metric._sync_dist

@@ -3,7 +3,8 @@
 Lightning reduces each value by itself, when it is logged and again at the end of the epoch, and matches the values of
 different ranks by their order. Here the values that a ``training_step``, ``validation_step``, or ``test_step`` logs are
 exchanged together when the hook returns, and the values of an epoch before the ``on_*_epoch_end`` hooks. Values are
-matched by key (:mod:`.packed_exchange`).
+matched by key (:mod:`.packed_exchange`). Metrics of torchmetrics are computed together after these hooks
+(:mod:`.metric_states`).
 """
 
 import os
@@ -30,9 +31,12 @@ from lightning_strategies_ext.collectives.packed_exchange import (
 )
 from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
+from lightning_strategies_ext.pytorch import metric_states
 
 #: Number of keys that an error lists per rank.
 _MAX_KEYS_LISTED = 8
+#: What stands for the reduction of a metric of torchmetrics.
+_METRIC = "metric"
 #: Key, name, reduction, hook, and location of each value of a rank.
 _Description = list[tuple[str, str, str, str, str]]
 
@@ -114,17 +118,43 @@ class LoggedValues:
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
         """
+        self._exchange_common(metrics, self._reduce_now, is_final)
+
+    def compute_metrics(self, metrics: Sequence[LoggedMetric], *, is_final: bool = True) -> None:
+        """Computes metrics of torchmetrics from the states of all ranks. Collective: all ranks call it.
+
+        Metrics whose states cannot be gathered together are left to torchmetrics, see
+        :func:`.metric_states.is_gathered`.
+
+        Args:
+            metrics: Metrics that Lightning is about to compute.
+            is_final: As for :meth:`reduce_epoch`.
+
+        Raises:
+            LoggedKeysError: If the ranks have logged different metrics, or states of one metric differ in number.
+        """
+        collectives = self._collectives()
+        gathered = [metric for metric in metrics if metric_states.is_gathered(metric.value)]
+        if gathered and not collectives.is_local and collectives.rank() is not None and collectives.world_size() > 1:
+            self._exchange_common(gathered, self._compute_now, is_final)
+
+    def _exchange_common(
+        self,
+        metrics: Sequence[LoggedMetric],
+        exchange: Callable[[Sequence[LoggedMetric], bool], None],
+        is_final: bool,
+    ) -> None:
         left = {_key_of(metric): metric for metric in metrics}
         while left:
             chosen = [*left.values()]
             try:
-                self._reduce_now(chosen, is_final)
+                exchange(chosen, is_final)
             except DifferentPartsError as error:
                 common = _keys_of_readers(error)
                 chosen = [metric for key, metric in left.items() if key in common]
                 if not chosen:
                     raise _error_of(error.contributions) from None
-                self._reduce_now(chosen, True)
+                exchange(chosen, True)
             for metric in chosen:
                 del left[_key_of(metric)]
 
@@ -133,6 +163,24 @@ class LoggedValues:
         finish = self._exchange.start(self._collectives(), "epoch", parts, lambda: description, is_final=is_final)
         for metric, value in zip(metrics, _epoch_values(description, finish()), strict=True):
             metric.set_epoch_value(value)
+
+    def _compute_now(self, metrics: Sequence[LoggedMetric], is_final: bool) -> None:
+        collectives = self._collectives()
+        values = [*{id(metric.value): metric.value for metric in metrics}.values()]
+        own = [metric_states.list_states(value) for value in values]
+        data = metric_states.to_bytes(own)
+        parts = [Part(_key_of(metric), "max", torch.tensor(len(data))) for metric in metrics]
+        finish = self._exchange.start(collectives, "metrics", parts, lambda: _describe(metrics), is_final=is_final)
+        max_num_bytes = int(finish()[0])
+        gathered = metric_states.gather_bytes(collectives, data, max_num_bytes)
+        states = [metric_states.from_bytes(of_rank) for of_rank in gathered]
+        for value, *states_of_ranks in zip(values, *states, strict=True):
+            if len({*map(len, states_of_ranks)}) > 1:
+                label = next(metric.label for metric in metrics if metric.value is value)
+                raise _error_of_states(label, [*map(len, states_of_ranks)])
+            metric_states.compute(value, states_of_ranks)
+        for metric in metrics:
+            metric.compute()  # keeps the result of the metric
 
     def count_evaluating(self, has_batches: list[bool]) -> list[int]:
         """Counts the ranks that have batches of each DataLoader of an evaluation. Collective: all ranks call it.
@@ -175,7 +223,8 @@ class LoggedValues:
 
     def _reduce_with_absent(self, results: ExchangedResults, has_batches: bool) -> None:
         # Hooks such as `on_validation_epoch_start` have run on ranks without batches, too.
-        metrics = [metric for metric in results.missing() if metric.is_of_batches] if has_batches else []
+        missing = [*results.missing(), *results.missing_metrics()] if has_batches else []
+        metrics = [metric for metric in missing if metric.is_of_batches]
         parts = _epoch_parts(metrics) if has_batches else None
 
         def describe() -> tuple[_Description, list[dict[str, Any]]]:
@@ -191,10 +240,13 @@ class LoggedValues:
         (description, settings), parts_of_first = reduced
         values = dict(zip((entry[0] for entry in description), _epoch_values(description, parts_of_first), strict=True))
         for metric in metrics:
-            metric.set_epoch_value(values[_key_of(metric)])
-        if not has_batches:
-            for arguments, value in zip(settings, values.values(), strict=True):
-                results.add_reduced(arguments, value, self._reduce)
+            if metric.is_tensor:
+                metric.set_epoch_value(values[_key_of(metric)])
+        for arguments, entry in zip(settings, description, strict=True) if not has_batches else ():
+            if entry[2] == _METRIC:
+                results.add_metric(arguments)
+            else:
+                results.add_reduced(arguments, values[entry[0]], self._reduce)
 
     def reset(self) -> None:
         """Drops values that have not been exchanged, after this rank has failed or has left its world."""
@@ -224,7 +276,7 @@ def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
         (
             _key_of(metric),
             metric.label,
-            f"{metric.op}, {str(metric.epoch_value.dtype).removeprefix('torch.')}",
+            f"{metric.op}, {str(metric.epoch_value.dtype).removeprefix('torch.')}" if metric.is_tensor else _METRIC,
             metric.hook,
             metric.location,
         )
@@ -233,10 +285,16 @@ def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
 
 
 def _epoch_parts(metrics: Sequence[LoggedMetric]) -> list[Part]:
-    """Returns the values of an epoch; a mean has two: the sum over samples and their number."""
+    """Returns the values of an epoch; a mean has two: the sum over samples and their number.
+
+    A metric of torchmetrics has no value here, only its key.
+    """
     parts = []
     for metric in metrics:
         key = _key_of(metric)
+        if not metric.is_tensor:
+            parts.append(Part(key, "max", torch.zeros(1)))
+            continue
         parts.append(Part(key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
         if metric.is_mean:
             parts.append(Part(f"{key} samples", "sum", metric.num_samples))
@@ -274,6 +332,16 @@ def _error_of(contributions: Sequence[Contribution]) -> LoggedKeysError:
     ]
     text = ", ".join(texts)
     return LoggedKeysError(f"{text[0].upper()}{text[1:]}. Log the same keys with the same arguments on all ranks.")
+
+
+def _error_of_states(label: str, numbers: list[int]) -> LoggedKeysError:
+    """Returns the error for a metric whose states consist of different numbers of tensors on the ranks."""
+    other = next(rank for rank, number in enumerate(numbers) if number != numbers[0])
+    return LoggedKeysError(
+        f"The states of the metric {label!r} consist of {numbers[0]} tensors on rank 0, but of {numbers[other]} on rank"
+        f' {other}, so that torchmetrics cannot combine them. Use `dist_reduce_fx="cat"` in `add_state` for states that'
+        " are lists, or compute the metric on each rank and log the result with `sync_dist=True`."
+    )
 
 
 def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[dict[str, str]], what: str) -> str:

@@ -139,6 +139,7 @@ class RecordsExchanges:
         self.pending: dict[str, Any] = {}
         self.is_in_flight, self.is_shadowed = False, None
         self.epochs: list[tuple[list[str], bool]] = []
+        self.computed: list[tuple[str, type, str, bool]] = []
 
     def finish(self) -> None:
         self.is_in_flight = False
@@ -147,6 +148,11 @@ class RecordsExchanges:
         self.epochs.append(([metric.label for metric in metrics], is_final))
         for metric in metrics:
             metric.set_epoch_value(torch.tensor(7.0))
+
+    def compute_metrics(self, metrics: Any, *, is_final: bool) -> None:
+        self.computed += [(metric.label, type(metric.value), metric.location, is_final) for metric in metrics]
+        for metric in metrics:
+            metric.compute()
 
     def reduce_evaluation(self, results: Any, take_over: Any) -> None:
         results.reduce_epoch(is_final=True)
@@ -160,7 +166,7 @@ class LogsForExchange(MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = RecordsExchanges()
+        self.exchange, self.metric = RecordsExchanges(), torchmetrics.SumMetric()
 
     def on_train_start(self) -> None:
         trainer_logging.prepare_logging(self.trainer, self.exchange)
@@ -179,6 +185,8 @@ class LogsForExchange(MLP):
 
     def on_train_epoch_end(self) -> None:
         self.log("late", 1.0, sync_dist=True)
+        self.metric.update(4.0)
+        self.log("metric", self.metric)
 
 
 @pytest.mark.forked
@@ -192,6 +200,21 @@ def test_values_of_a_step_and_of_an_epoch_are_exchanged_together() -> None:
     assert metrics["both_step"] == 5.0
     assert metrics["both_epoch"] == metrics["late"] == 7.0
     assert metrics["own_epoch"] == 1.5
+    assert model.exchange.computed == [("metric", torchmetrics.SumMetric, "train.py:1", True)]
+    assert metrics["metric"] == 4.0
+
+
+@pytest.mark.forked
+def test_a_metric_that_only_another_rank_has_logged_is_added() -> None:
+    model = LogsForExchange()
+    trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
+    trainer.fit(model, loader(num_samples=16, batch_size=4))
+    results = trainer.fit_loop.epoch_loop._results
+    (metric,) = (metric for metric in results.values() if metric.meta.name == "metric")
+    results.clear()
+    results.add_metric(metric.settings)
+    (added,) = results.missing_metrics()
+    assert added.value is model.metric
 
 
 @pytest.mark.forked

@@ -101,3 +101,23 @@ def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_agai
     assert torch.equal(model.predict_step(batch, 0), module.net(batch[0]))
     assert torch.equal(model(batch[0]), module.net(batch[0]))
     assert recorder.called == ["loss", "predict_step", None]
+
+
+def test_a_metric_that_overrides_its_synchronization_is_recognized() -> None:
+    class Own(SumMetric):
+        def _sync_dist(self, *args: Any, **kwargs: Any) -> None: ...
+
+    assert user_modules.synchronizes_itself(Own())
+    assert not user_modules.synchronizes_itself(SumMetric())
+
+
+def test_torchmetrics_calls_the_method_that_is_looked_at() -> None:
+    class Own(SumMetric):
+        calls = 0
+
+        def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
+            self.calls += 1
+
+    metric = Own()
+    metric.sync(distributed_available=lambda: True)
+    assert metric.calls == 1

@@ -1,0 +1,150 @@
+"""States of torchmetrics metrics: all metrics that Lightning computes at the end of an epoch share one exchange.
+
+torchmetrics gathers each state of each metric by itself. Here, a metric first lists the tensors that it would gather:
+it synchronizes with itself as the only rank. The tensors of all metrics are gathered as bytes, and each metric then
+computes with a ``dist_sync_fn`` that returns what was gathered. So torchmetrics reduces its states itself, and states
+may have different dtypes and different shapes on different ranks.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
+
+from lightning_strategies_ext._lightning.user_modules import synchronizes_itself
+from lightning_strategies_ext.collectives import Collectives
+
+#: Largest number of bytes of all ranks that one all-gather receives.
+_MAX_GATHERED_NUM_BYTES: Final = 64 << 20
+_ALIGNMENT: Final = 16
+#: Data type, shape, and position in the bytes of each tensor of a metric.
+_Header = list[list[tuple[torch.dtype, tuple[int, ...], int]]]
+
+
+def is_gathered(metric: Metric) -> bool:
+    """Returns whether the states of a metric are gathered together with those of others. The same on all ranks.
+
+    Not so are metrics with settings of their own for synchronization, metrics that contain metrics, and metrics on
+    GPUs. torchmetrics gathers their states.
+    """
+    return not (
+        metric.dist_sync_fn is not None
+        or metric.distributed_available_fn is not jit_distributed_available
+        or metric.process_group is not None
+        or metric.dist_sync_on_step
+        or not metric.sync_on_compute
+        or not metric.compute_with_cache
+        or metric.device.type != "cpu"
+        or synchronizes_itself(metric)
+        or any(isinstance(module, Metric) for module in metric.modules() if module is not metric)
+    )
+
+
+def list_states(metric: Metric) -> list[Tensor]:
+    """Returns the tensors that a metric passes to its ``dist_sync_fn``, in this order."""
+    tensors: list[Tensor] = []
+
+    def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        tensors.append(tensor)
+        return [tensor]
+
+    metric.sync(dist_sync_fn=record, distributed_available=lambda: True)
+    metric.unsync()
+    return tensors
+
+
+def compute(metric: Metric, states_of_ranks: Sequence[Sequence[Tensor]]) -> None:
+    """Computes a metric, which keeps the result until it is updated or reset.
+
+    Args:
+        metric: The metric.
+        states_of_ranks: Tensors of :func:`list_states` of each rank, equally many.
+    """
+    states = map(_with_equal_types, zip(*states_of_ranks, strict=True))
+    metric.dist_sync_fn = lambda tensor, group=None: next(states)
+    try:
+        metric.compute()
+    finally:
+        metric.dist_sync_fn = None
+
+
+def to_bytes(states: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Returns the states of several metrics as bytes. Equal tensors, such as those of a compute group, occur once."""
+    header: _Header = []
+    blobs: list[Tensor] = []
+    positions: dict[tuple[Any, ...], int] = {}
+    num_bytes = 0
+    counts = Counter((tensor.dtype, tensor.shape) for tensors in states for tensor in tensors)
+    for tensors in states:
+        header.append([])
+        for tensor in tensors:
+            blob = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+            key: tuple[Any, ...] = (tensor.dtype, tensor.shape)
+            if counts[key] > 1:
+                key += (blake2b(blob.numpy().data, digest_size=16).digest(),)
+            if key not in positions:
+                positions[key] = num_bytes
+                blobs += [blob, _padding(len(blob))]
+                num_bytes += len(blob) + len(blobs[-1])
+            header[-1].append((tensor.dtype, tuple(tensor.shape), positions[key]))
+    pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+    length = torch.tensor([len(pickled), 0], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([length, pickled, _padding(len(pickled)), *blobs])
+
+
+def from_bytes(data: Tensor) -> list[list[Tensor]]:
+    """Returns the states of the metrics of a rank; the tensors share the memory of ``data``."""
+    length = int(data[:8].view(torch.int64))
+    header: _Header = pickle.loads(data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
+    blobs = data[_ALIGNMENT + length + len(_padding(length)) :]
+    return [
+        [
+            blobs[at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for dtype, shape, at in tensors
+        ]
+        for tensors in header
+    ]
+
+
+def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> list[Tensor]:
+    """Gathers the bytes of all ranks. Collective.
+
+    Args:
+        collectives: Collectives of all ranks.
+        data: Bytes of this rank.
+        max_num_bytes: Largest number of bytes of a rank, a multiple of 16.
+
+    Returns:
+        The bytes of each rank, in rank order, with zeros at the end of those that are shorter.
+    """
+    size = collectives.world_size()
+    own = torch.cat([data, torch.zeros(max_num_bytes - len(data), dtype=torch.uint8)])
+    chunk = max(_MAX_GATHERED_NUM_BYTES // size // _ALIGNMENT, 1) * _ALIGNMENT
+    received: list[list[Tensor]] = [[] for _ in range(size)]
+    for part in own.split(chunk):
+        rows = torch.empty(size * len(part), dtype=torch.uint8)
+        collectives.start_all_gather(rows, part, "metric_states")()
+        for parts, row in zip(received, rows.view(size, -1), strict=True):
+            parts.append(row)
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in received]
+
+
+def _with_equal_types(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gives empty tensors the dtype and the trailing dimensions of the other ranks'.
+
+    For a list state without elements, torchmetrics creates an empty vector of the default dtype.
+    """
+    model = max(tensors, key=Tensor.numel)
+    return [
+        model.new_empty((0, *model.shape[1:])) if not tensor.numel() and model.ndim else tensor for tensor in tensors
+    ]
+
+
+def _padding(num_bytes: int) -> Tensor:
+    return torch.zeros(-num_bytes % _ALIGNMENT, dtype=torch.uint8)
