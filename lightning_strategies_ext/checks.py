@@ -16,9 +16,11 @@ class ChecksOptions:
     Args:
         excluded_fields: Fields that may differ between ranks: "lr", "weight_decay", and "momentum" of parameter groups,
             "optimizer_steps" (their number), and "sampler_seed". Ranks compare the other fields after each epoch.
+        check_collectives: Whether ranks compare each collective of this package before it starts, for debugging. Each
+            comparison is one all-gather of 1 KiB, and reads the stack.
 
     Raises:
-        TypeError: If ``excluded_fields`` is no sequence of strings.
+        TypeError: If ``excluded_fields`` is no sequence of strings, or ``check_collectives`` is no bool.
         ValueError: If a field is unknown.
 
     Example::
@@ -28,8 +30,10 @@ class ChecksOptions:
     """
 
     excluded_fields: tuple[str, ...] = ()
+    check_collectives: bool = False
 
     def __post_init__(self) -> None:
+        check_flag("check_collectives", self.check_collectives)
         names = self.excluded_fields
         if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"`excluded_fields` must be a tuple of names, got {names!r}.")

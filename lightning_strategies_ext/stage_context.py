@@ -144,6 +144,12 @@ class StageContext:
             self._collectives = self._create_collectives()
         return self._collectives
 
+    def compare_gradients(self) -> None:
+        """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
+        compare = self.collectives.compare
+        if compare is not None and self.batch_progress is not None:
+            compare(f"exchange of the gradients of batch {self.batch_progress.ready - 1}")
+
     # --- entering ---
 
     def start_failure_monitor(

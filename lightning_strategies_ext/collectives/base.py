@@ -66,6 +66,10 @@ class Collectives(ABC):
     #: Dtypes of tensors that the engine reduces in place.
     native_dtypes: frozenset[torch.dtype] = NATIVE
 
+    #: Function that compares an operation, and optionally its tensor, with those of the other ranks before it starts;
+    #: None if ranks do not compare them. See :mod:`.comparison`.
+    compare: "Callable[..., None] | None" = None
+
     def __init__(self, device: Callable[[], torch.device]) -> None:
         self._device = device
 
@@ -78,6 +82,10 @@ class Collectives(ABC):
     @abstractmethod
     def world_size(self, group: Any = None) -> int:
         """Returns the number of ranks in a group of this rank, by default all ranks."""
+
+    def has_all_ranks(self, group: Any) -> bool:
+        """Returns whether a group, of which this rank is a member, has all ranks."""
+        return group is None or self.world_size(group) == self.world_size()
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
@@ -155,6 +163,8 @@ class Collectives(ABC):
         op = self.normalize_op(reduce_op)
         if self.rank(group) is None:
             return tensor
+        if self.compare is not None and self.has_all_ranks(group):
+            self.compare(f"reduce ({op})", tensor)
         if (
             tensor.dtype in self.native_dtypes
             and tensor.is_contiguous()
@@ -206,6 +216,8 @@ class Collectives(ABC):
         world_size = self.world_size()
         if not 0 <= src < world_size:
             raise ValueError(f"`src={src}`: there are {world_size} ranks. Use a rank from 0 to {world_size - 1}.")
+        if self.compare is not None:
+            self.compare(f"broadcast of an object of rank {src}")
         if rank == src:
             self._send_object(obj, src)
             return obj
@@ -221,6 +233,8 @@ class Collectives(ABC):
         """
         if self.rank() is None:
             return bool(decision)
+        if self.compare is not None:
+            self.compare("reduction of a decision")
         vote = torch.tensor(int(decision), dtype=torch.int32, device=self._device())
         self._all_reduce(vote, "min" if all else "max", None)
         return bool(vote.item())
@@ -232,14 +246,19 @@ class Collectives(ABC):
         """
         if self.rank() is None:
             return
+        if self.compare is not None:
+            self.compare(f"broadcast of the module of rank {src}")
         excluded = names_excluded_from_ddp(module)
         named_tensors = [*module.named_parameters(), *module.named_buffers()]
         self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int) -> None:
         """Overwrites tensors, of equal shapes and dtypes on all ranks, with those of rank ``src``."""
-        if self.rank() is not None:
-            self._broadcast(tensors, src)
+        if self.rank() is None:
+            return
+        if self.compare is not None:
+            self.compare(f"broadcast of tensors of rank {src}")
+        self._broadcast(tensors, src)
 
     def normalize_op(self, reduce_op: Any) -> str:
         """Returns the engine's name of a reduction; :meth:`reduce` describes the argument."""
@@ -287,6 +306,8 @@ class Collectives(ABC):
         )
 
     def _gather(self, tensor: Tensor, group: Any) -> Tensor:
+        if self.compare is not None and self.has_all_ranks(group):
+            self.compare("all_gather", tensor)
         # An empty tensor is gathered, too: other ranks may have elements, and the operation needs all ranks.
         stacked = torch.empty((self.world_size(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         output, input_ = stacked.view(-1), tensor.contiguous().view(-1)

@@ -65,6 +65,8 @@ class HorovodCollectives(Collectives):
         """
         if self.rank(group) is None:
             return tensor
+        if self.compare is not None and self.has_all_ranks(group):
+            self.compare("all_gather", tensor[:0])
         gathered, rows = _GatherRows.apply(tensor, self, group)  # type: ignore[no-untyped-call]
         if not sync_grads:
             gathered = gathered.detach()
@@ -86,6 +88,8 @@ class HorovodCollectives(Collectives):
         rank = self.rank()
         if rank is None:
             return
+        if self.compare is not None:
+            self.compare("barrier")
         try:  # not `hvd.barrier`, which always waits in `synchronize`
             synchronize(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
         except RuntimeError as error:
@@ -118,6 +122,8 @@ class HorovodCollectives(Collectives):
 
     def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
         """Starts the reduction of a tensor over all ranks, in place; the returned function waits for it."""
+        if self.compare is not None:
+            self.compare(f"all_reduce ({op}) of {name}", tensor)
         handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=_OPS[op])
 
         def finish() -> None:
@@ -127,6 +133,8 @@ class HorovodCollectives(Collectives):
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
         """Starts to gather one tensor from each rank; the returned function waits and fills the output."""
+        if self.compare is not None:
+            self.compare(f"all_gather of {name}", tensor)
         with torch.inference_mode(False):  # Horovod resizes the output on its background thread
             sent = (tensor.clone() if tensor.is_inference() else tensor).view(torch.uint8)
             handle = hvd.allgather_async(sent, name=f"lightning_strategies_ext.{name}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives.comparison import compare_collectives
 from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
@@ -23,24 +24,30 @@ def start_agreement(
     context: StageContext,
     collectives: Callable[[], Collectives],
     device: torch.device,
-    checks: ChecksOptions | None,
+    checks: ChecksOptions,
+    has_equal_models: bool,
 ) -> None:
-    """Makes the ranks of a ``fit`` agree until they leave the stage context. A no-op in other stages.
+    """Makes the ranks of a ``fit`` agree until they leave the stage context.
+
+    In other stages, ranks only compare their collectives, if the options request it.
 
     Args:
         trainer: The Trainer.
         context: Stage context of this rank.
         collectives: Function that returns the collectives of this rank, which are local after a failure.
         device: Device of this rank.
-        checks: Options of the checks after each epoch; None if the models of the ranks differ on purpose.
+        checks: Options of the checks.
+        has_equal_models: Whether ranks compare optimizers after each epoch; False if their models differ on purpose.
     """
     context.end_agreement()
+    if context.size > 1 and checks.check_collectives:
+        compare_collectives(context.collectives)
     if context.size == 1 or trainer.state.fn != TrainerFn.FITTING:
         return
     stack = context.agreement = ExitStack()
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
         stack.callback(undo)
-    if checks is not None:
+    if has_equal_models:
         epoch_checks = EpochChecks(trainer, collectives, device, checks)
 
         def compare_after_epoch() -> None:

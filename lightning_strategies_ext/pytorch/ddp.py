@@ -1,8 +1,7 @@
 """DDPStrategy: data parallelism with one process per device, over torch.distributed. Names ``ddp_ext`` and variants.
 
-Unlike Lightning's ``ddp``, it has no blocking collective per training step and no barrier before a reduction, it keeps
-one copy of the gradients, and it raises errors before processes start, where possible. The trained weights are bitwise
-identical, except with three or more ranks over ``shm``, which sums in a different order than gloo.
+Unlike Lightning's ``ddp``, it has no blocking collective per training step, no barrier before a reduction, and one copy
+of the gradients. Weights are bitwise identical, but three or more ranks over ``shm`` sum in another order than gloo.
 """
 
 import time
@@ -294,8 +293,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Disables the gradient exchange of backward passes in the block; the first pass after it exchanges the sum.
 
-        With ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients in the block, too: DDP
-        records the graph in it. The sum is the same, because the mean over ranks of a mean is that mean.
+        With ``static_graph=True``, the first pass of ``fit``, which DDP records, exchanges its gradients in the block.
         """
         model = self.model
         must_exchange = isinstance(model, DistributedDataParallel) and model.static_graph and records_graph(model)
@@ -310,6 +308,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if (progress := self._stage_context.batch_progress) is not None:
             exchanges = getattr(self.model, "require_backward_grad_sync", False)
             current.identity = GRADIENTS + progress.ready * BATCH if exchanges else 0
+            if exchanges and self._checks.check_collectives:
+                self._stage_context.compare_gradients()
         for before_backward in self._features.before_backward:
             before_backward(closure_loss)
 

@@ -1,7 +1,6 @@
 """HorovodStrategy: data parallelism over Horovod, under ``horovodrun``, ``mpirun``, or started by ``fit`` itself.
 
-Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod replaces torch.distributed. Its ``join`` is
-not used: all ranks take part in all collectives.
+Names ``horovod_ext`` and ``horovod``, which Lightning 2 dropped. Horovod replaces torch.distributed.
 """
 
 from collections.abc import Callable, Generator
@@ -336,6 +335,8 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, HorovodGradientExchange)
+            if self._checks.check_collectives and not exchange.is_held_back:
+                self._stage_context.compare_gradients()
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
             self._stage_context.uneven_inputs.before_backward()

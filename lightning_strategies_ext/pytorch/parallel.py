@@ -376,8 +376,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         context, hooks = self._stage_context, (self._on_sigterm, self._before_train_step)
         start_stop_agreement(context, trainer, *hooks, self._decide_any, is_requested=is_requested)
-        checks = self._checks if self._has_equal_models else None
-        start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, checks)
+        options = self._checks, self._has_equal_models
+        start_agreement(trainer, context, lambda: self._active_collectives, self.root_device, *options)
 
     def _on_sigterm(self) -> None:
         self._stage_context.coordinated_stop.request()

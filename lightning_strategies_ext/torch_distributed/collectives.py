@@ -63,6 +63,8 @@ class TorchCollectives(Collectives):
 
         torch.distributed matches operations by their order; ``name`` only gives the operation its identity.
         """
+        if self.compare is not None:
+            self.compare(f"all_reduce ({op}) of {name}", tensor)
         before, current.identity = current.identity, _identity_of(name)
         try:
             wait: Callable[[], None] = dist.all_reduce(tensor, _OPS[op], async_op=True).wait
@@ -77,6 +79,8 @@ class TorchCollectives(Collectives):
         It takes a tenth of the time of an all-gather in rounds, and has ended when this method returns: a thread that
         waited for it would take longer than the wait.
         """
+        if self.compare is not None:
+            self.compare(f"all_gather of {name}", tensor)
         group: Any = dist.group.WORLD
         before, current.identity = current.identity, _identity_of(name)
         try:
@@ -98,6 +102,8 @@ class TorchCollectives(Collectives):
         """
         if not process_group.is_initialized():
             return
+        if self.compare is not None:
+            self.compare("barrier")
         try:
             self._wait_for_all()
         except RuntimeError as error:
