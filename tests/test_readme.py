@@ -133,7 +133,7 @@ def test_both_lines_of_the_difference_construct_a_trainer_with_that_strategy():
 
 def test_figures_are_those_of_the_documentation():
     text = " ".join(prose().split())
-    cases = column("failures.md", "## Fault-injection results", ("`ddp_ext`", "Lightning's `ddp`"))
+    cases = column("fault_injection.md", "## Results", ("`ddp_ext`", "Lightning's `ddp`"))
     passed, all_cases, stock_passed, all_stock_cases = (
         sum(int(row[index].split(" of ")[part]) for row in cases if row[0])
         for index, part in ((0, 0), (0, 1), (1, 0), (1, 1))
