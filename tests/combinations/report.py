@@ -28,8 +28,8 @@ LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless 
 A pair that cannot work is refused with one message, which names both features and an alternative. "As alone" means that
 one device, or Lightning's `ddp`, raises the same exception of torch or Lightning in the same training.
 
-`ddp_spawn_ext` and the strategies below it in the table, and Fabric, train each feature alone. The strategies that start
-workers also train the pairs that involve the launcher.
+`ddp_spawn_ext` and the strategies below it in the table, and Fabric, train each feature alone. The strategies that
+start workers also train the pairs that involve the launcher.
 """
 _MARKS = {"right": "·", "wrong": "!", "as alone": "="}
 
