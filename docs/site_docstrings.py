@@ -1,4 +1,4 @@
-"""Turns what Sphinx reads in our docstrings (roles, ``::``) into what mkdocstrings reads: Markdown."""
+"""Prepares the API reference: Sphinx roles and ``::`` in docstrings become Markdown, and default values are shown."""
 
 import re
 from textwrap import dedent
@@ -21,20 +21,24 @@ _FURTHER = {
 
 
 class SphinxToMarkdown(griffe.Extension):
-    """Rewrites each docstring once, when the package has been read."""
+    """Rewrites each docstring and each named default once, when the package has been read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Rewrites the docstrings of a package."""
+        """Rewrites the docstrings and the named defaults of a package."""
         offered = {name: f"{pkg.path}.{name}" for name, member in pkg.members.items() if member.is_alias}
         if pkg.path == "lightning_strategies_ext":
-            self._rewrite(pkg, offered | _FURTHER)
+            constants = pkg["arguments"].attributes
+            values = {name: item.value for name, item in constants.items() if name.startswith("DEFAULT_")}
+            self._rewrite(pkg, offered | _FURTHER, values)
 
-    def _rewrite(self, item: griffe.Object, places: dict[str, str]) -> None:
+    def _rewrite(self, item: griffe.Object, places: dict[str, str], values: dict[str, Any]) -> None:
         if item.docstring is not None:
             item.docstring.value = markdown_of(item.docstring.value, places)
+        for parameter in getattr(item, "parameters", ()):
+            parameter.default = values.get(str(parameter.default).rpartition(".")[2], parameter.default)
         for member in item.members.values():
             if not member.is_alias:
-                self._rewrite(member, places)
+                self._rewrite(member, places, values)
 
 
 def markdown_of(docstring: str, places: dict[str, str]) -> str:

@@ -1,10 +1,11 @@
-"""Writes what a corner of the version matrix has shown into ``docs/versions.md``.
+"""Writes the test results of one corner of the version matrix into ``docs/versions.md`` and ``docs/version_tests.md``.
 
     python -m docs.versions_table py310 --report report.xml
 
 ``noxfile.py`` calls it with the interpreter of the corner's environment, from which it reads the versions. The results
-are in ``docs/versions.json``, one entry per corner. The table is written again from all entries, so a run of one corner
-changes no other rows. A ``note`` that is written into an entry by hand stays until that corner runs again.
+are in ``docs/versions.json``, one entry per corner. ``docs/versions.md`` has a row per corner, and
+``docs/version_tests.md`` names the failed and skipped tests. Both are written again from all entries, so a run of one
+corner changes nothing of the others. A ``note`` that is added to an entry by hand stays until that corner runs again.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from lightning_strategies_ext.horovod_build.installed import horovod_problem, ma
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "docs" / "versions.json"
 PAGE = REPOSITORY / "docs" / "versions.md"
+DETAILS = REPOSITORY / "docs" / "version_tests.md"
 BEGIN, END = "<!-- written by docs/versions_table.py -->", "<!-- end of what is written -->"
 _LONGEST_REASON = 300
 
@@ -73,23 +75,34 @@ def surroundings(horovod_log: Path | None) -> dict[str, Any]:
     }
 
 
-def page(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the page with the generated part written again, and the rest unchanged."""
-    before, _, rest = text.partition(BEGIN)
+def page(file: Path, generated: str) -> str:
+    """Returns a page with a new generated part.
+
+    Raises:
+        ValueError: If the page does not have the lines around the generated part.
+    """
+    before, _, rest = file.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"{PAGE} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
-    return f"{before}{BEGIN}\n\n{table(results)}\n{END}{after}"
+        raise ValueError(f"{file} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
+    return f"{before}{BEGIN}\n\n{generated}\n{END}{after}"
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row per corner, then what each has to say beside its numbers."""
+    """Returns a table with a row per corner."""
     columns = ("corner", "Python", "torch", "Lightning", "Horovod", "passed", "failed", "skipped", "minutes", "commit")
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [f"| {' | '.join(_row(name, entry))} |" for name, entry in results.items()]
-    for name, entry in results.items():
-        lines += ["", f"**{name}**, {entry['date']}, on {entry['system']}.", *_remarks(entry)]
     return "\n".join(lines) + "\n"
+
+
+def details(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a section per corner with its date, system, note, and failed and skipped tests."""
+    sections = (
+        "\n".join([f"## {name}", "", f"{entry['date']}, on {entry['system']}.", *_remarks(entry)])
+        for name, entry in results.items()
+    )
+    return "\n\n".join(sections) + "\n"
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
@@ -142,9 +155,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit that was tested, and whether the checkout differed from it in more than the page."""
+    """The commit that was tested, and whether the checkout differed from it in more than these pages."""
     git = ("git", "-C", str(REPOSITORY))
-    pages = [f":(top,exclude)docs/{file.name}" for file in (RESULTS, PAGE)]
+    pages = [f":(top,exclude)docs/{file.name}" for file in (RESULTS, PAGE, DETAILS)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *pages]
@@ -155,7 +168,7 @@ def _commit() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Keeps one corner's results and writes the page."""
+    """Stores the results of one corner, and writes both pages."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("corner")
     parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
@@ -171,9 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         entry["problem"] = "pytest ended without a report"
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = dict(sorted({**results, given.corner: entry}.items()))
-    text = page(PAGE.read_text(), results)
+    texts = {PAGE: page(PAGE, table(results)), DETAILS: page(DETAILS, details(results))}
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    PAGE.write_text(text)
+    for file, text in texts.items():
+        file.write_text(text)
 
 
 if __name__ == "__main__":

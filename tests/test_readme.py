@@ -133,7 +133,7 @@ def test_both_lines_of_the_difference_construct_a_trainer_with_that_strategy():
 
 def test_figures_are_those_of_the_documentation():
     text = " ".join(prose().split())
-    cases = column("failures.md", "## Fault-injection results", ("`ddp_ext`", "Lightning's `ddp`"))
+    cases = column("fault_injection.md", "## Results", ("`ddp_ext`", "Lightning's `ddp`"))
     passed, all_cases, stock_passed, all_stock_cases = (
         sum(int(row[index].split(" of ")[part]) for row in cases if row[0])
         for index, part in ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -155,6 +155,34 @@ def test_figures_are_those_of_the_documentation():
     assert (
         f"the next step was complete {float(step_after_kill[0][0].split()[0]):.2f} s after a worker was killed" in text
     )
+
+
+def test_the_summary_of_the_benchmarks_has_the_figures_of_its_tables():
+    page = (REPOSITORY / "docs" / "benchmarks.md").read_text()
+    summary, *sections = page.split("\n## ")
+    tables = {section.partition("\n")[0]: rows(section) for section in sections}
+
+    def figures(section: str, row: str, *columns: int) -> list[float]:
+        cells = next(cells for cells in tables[section] if cells[0] == row)
+        return [float(cells[column].split()[0]) for column in columns]
+
+    (cells,) = zip(*column("benchmarks.md", "## Steps", ("`ddp` / `ddp_ext`",)), strict=True)
+    ratios = [float(re.findall(r"[\d.]+", cell)[0]) for cell in cells]
+    gloo_us, shm_us = figures("Collectives", "4 MB", 1, 2)
+    spawn_s, ext_s = figures("Workers", "from `test()` to the first batch, after that", 1, 2)
+    weights_s, ext_weights_s = figures("Workers", "return of 400 MB of weights", 1, 2)
+    (files_s,), (elastic_s,) = (figures("Lost ranks", row, 5) for row in ("`ddp`, files", "`ddp_spawn_elastic_ext`"))
+    (ddp_ms,), (powersgd_ms,) = (
+        figures("Several hosts", row, 1) for row in ("Lightning's `ddp`", "`ddp_ext_powersgd`")
+    )
+    assert [row[1:] for row in rows(summary)[1:]] == [
+        ["`ddp`", f"`ddp_ext`: {min(ratios):.1f} to {max(ratios):.1f} times as fast"],
+        [f"gloo: {gloo_us / 1000:.1f} ms", f"`shm`: {shm_us / 1000:.1f} ms"],
+        [f"`ddp_spawn`: {spawn_s} s", f"`ddp_spawn_ext`: {ext_s} s"],
+        [f"`ddp_spawn`: {weights_s} s", f"`ddp_spawn_ext`: {ext_weights_s} s"],
+        [f"`ddp` with checkpoints, under torchrun: {files_s} s", f"`ddp_spawn_elastic_ext`: {elastic_s} s"],
+        [f"`ddp`: {ddp_ms:.0f} ms", f"`ddp_ext_powersgd`: {powersgd_ms:.0f} ms"],
+    ]
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""The table of ``docs/versions.md``: a corner's row says what its tests did, and touches no other corner's."""
+"""``docs/versions.md`` and ``docs/version_tests.md``: a run of one corner changes nothing of the other corners."""
 
 import json
 from pathlib import Path
@@ -42,10 +42,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a page that has a place for the table."""
+    """A directory with both pages, each with the lines around its generated part."""
     page = f"# Versions\n\nBefore.\n\n{versions_table.BEGIN}\n{versions_table.END}\n\nAfter.\n"
-    (tmp_path / "versions.md").write_text(page)
-    monkeypatch.setattr(versions_table, "PAGE", tmp_path / "versions.md")
+    for variable, name in (("PAGE", "versions.md"), ("DETAILS", "version_tests.md")):
+        (tmp_path / name).write_text(page)
+        monkeypatch.setattr(versions_table, variable, tmp_path / name)
     monkeypatch.setattr(versions_table, "RESULTS", tmp_path / "versions.json")
     return tmp_path
 
@@ -56,6 +57,11 @@ def rows(pages: Path) -> dict[str, list[str]]:
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     assert {len(row) for row in cells} == {len(cells[0])}
     return {row[0]: row[1:] for row in cells[2:]}  # after the names of the columns and a line
+
+
+def details(pages: Path) -> str:
+    """The page with the failed and skipped tests."""
+    return (pages / "version_tests.md").read_text()
 
 
 def results(pages: Path) -> Any:
@@ -90,28 +96,27 @@ def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, 
     assert list(after) == ["py310", "py399"]
     assert after["py399"] == before["py399"]
     assert after["py310"][4:7] == ["1", "4", "2"]
-    page = (pages / "versions.md").read_text()
-    assert page.startswith("# Versions\n\nBefore.\n\n")
-    assert page.endswith("\n\nAfter.\n")
-    assert "- skipped: no second host here (`test_it::test_skips`)\n" in page
-    assert "- failed: `test_it::test_fails`\n" in page
+    for page in ((pages / "versions.md").read_text(), details(pages)):
+        assert page.startswith("# Versions\n\nBefore.\n\n")
+        assert page.endswith("\n\nAfter.\n")
+    assert "- skipped: no second host here (`test_it::test_skips`)\n" in details(pages)
+    assert "- failed: `test_it::test_fails`\n" in details(pages)
     versions_table.main(["py310", "--report", str(report)])
-    assert (pages / "versions.md").read_text().count("**py310**") == 1
+    assert details(pages).count("## py310\n") == 1
 
 
 def test_a_corner_that_could_not_run_has_the_reason(pages: Path, tmp_path: Path) -> None:
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     versions_table.main(["py310", "--report", str(tmp_path / "there is none")])
     assert [row[4] for row in rows(pages).values()] == ["not run", "not run"]
-    page = (pages / "versions.md").read_text()
-    assert "Not run: no Python 3.99 was found." in page
-    assert "Not run: pytest ended without a report." in page
+    assert "Not run: no Python 3.99 was found." in details(pages)
+    assert "Not run: pytest ended without a report." in details(pages)
 
 
 def test_a_run_that_ended_early_is_not_taken_for_a_whole_one(pages: Path, report: Path) -> None:
     versions_table.main(["py310", "--report", str(report), "--problem", "the run was interrupted"])
     assert rows(pages)["py310"][4:7] == ["1 (not all run)", "4", "2"]
-    assert "Not all tests have run: the run was interrupted." in (pages / "versions.md").read_text()
+    assert "Not all tests have run: the run was interrupted." in details(pages)
 
 
 def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, report: Path, tmp_path: Path) -> None:
@@ -119,8 +124,7 @@ def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, repor
     log.write_text(f"Fetching the source.\n\nNinja is not here: {Path.home()}/bin is empty.\n")
     versions_table.main(["py310", "--report", str(report), "--horovod-log", str(log)])
     assert rows(pages)["py310"][3] == "none"
-    page = (pages / "versions.md").read_text()
-    assert "No Horovod: Fetching the source. Ninja is not here: ~/bin is empty.\n" in page
+    assert "No Horovod: Fetching the source. Ninja is not here: ~/bin is empty.\n" in details(pages)
 
 
 def test_a_note_is_shown_until_its_corner_runs_again(pages: Path, report: Path) -> None:
@@ -129,9 +133,9 @@ def test_a_note_is_shown_until_its_corner_runs_again(pages: Path, report: Path) 
     noted["py310"]["note"] = "One file was run a second time."
     (pages / "versions.json").write_text(json.dumps(noted))
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
-    assert "One file was run a second time." in (pages / "versions.md").read_text()
+    assert "One file was run a second time." in details(pages)
     versions_table.main(["py310", "--report", str(report)])
-    assert "One file was run a second time." not in (pages / "versions.md").read_text()
+    assert "One file was run a second time." not in details(pages)
 
 
 def test_a_page_without_a_place_for_the_table_is_left_alone(pages: Path) -> None:

@@ -67,7 +67,7 @@ class Collectives(ABC):
     native_dtypes: frozenset[torch.dtype] = NATIVE
 
     #: Function that compares an operation, and optionally its tensor, with those of the other ranks before it starts;
-    #: None if ranks do not compare them. See :mod:`.comparison`.
+    #: None if ranks do not compare them.
     compare: "Callable[..., None] | None" = None
 
     def __init__(self, device: Callable[[], torch.device]) -> None:

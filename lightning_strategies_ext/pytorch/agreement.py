@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.collectives.comparison import compare_collectives
+from lightning_strategies_ext.pytorch.collective_comparison import compare_collectives
 from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues

@@ -10,26 +10,26 @@ _TOP = """\
 # Combinations of features
 
 `make combinations` trains a small model with each feature and each pair of features, and writes this page. The model
-and the settings are in [`tests/combinations`](../tests/combinations/features.py). A cell compares two ranks (with
-`dp_ext`, two replicas) with one device that trains on the whole batches: parameters, states of optimizers, learning
-rates, logged metrics, results of `validate` and `test`, and predictions. Parameters of the ranks are bitwise equal.
+and the settings are in [`tests/combinations`](../tests/combinations/features.py). A cell compares two ranks with one
+device that trains on the whole batches. With `dp_ext`, it compares two replicas. It compares parameters, states of
+optimizers, learning rates, logged metrics, results of `validate` and `test`, and predictions. Parameters of the ranks
+must be bitwise equal. The distance to the parameters of one device may be as large as the feature's rounding and
+omissions permit. It is relative to the distance that training covers:
 
-The comparison with one device allows for what a feature rounds or leaves out:
-
-| features | distance from the parameters of one device |
+| features | maximum distance |
 | --- | --- |
-| bf16-mixed; compression bf16 and fp16; Horovod: fp16 | at most a tenth of the distance that training covers |
-| bf16-true; compression powersgd, localsgd and diloco | at most half of it |
-| Horovod: adasum, which adds up orthogonal gradients | at most that distance |
-| all others, `TopK(fraction=1.0)` too | rounding of float32 |
+| bf16-mixed; compression bf16 and fp16; Horovod: fp16 | a tenth |
+| bf16-true; compression powersgd, localsgd and diloco | a half |
+| Horovod: adasum, which adds orthogonal gradients | the whole distance |
+| all other features, `TopK(fraction=1.0)` included | rounding of float32 |
 
 LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless the other feature is a precision.
 
-A pair that cannot work is refused by one message, which names both features and a way out. "As alone" are exceptions
-of torch or Lightning that one device or Lightning's `ddp` raises in the same training.
+A pair that cannot work is refused with one message, which names both features and an alternative. "As alone" means that
+one device, or Lightning's `ddp`, raises the same exception of torch or Lightning in the same training.
 
-The launchers (`ddp_spawn_ext` and those after it) and Fabric have each feature alone, and the launchers also pairs that
-involve them.
+`ddp_spawn_ext` and the strategies below it in the table, and Fabric, train each feature alone. The strategies that
+start workers also train the pairs that involve the launcher.
 """
 _MARKS = {"right": "·", "wrong": "!", "as alone": "="}
 

@@ -15,14 +15,19 @@ from tests.conformance.torch_cases import LEFT_OUT, WORLD_SIZE
 
 HEADING = """# Torch's own tests, over `shm`
 
-Written by `make conformance`, which runs the cases for process groups that torch's wheel carries, and programs of ours
-for what it has no cases for (FSDP2, DTensor, functional collectives, ZeRO, checkpoints, …), over gloo and then over
-`shm`. A program passes over `shm` when its results have the same bits as gloo's. Whatever gloo passes, `shm` passes, or
-the list in `tests/conformance/exceptions.py` says why not; the command fails if not, or if that list is out of date.
+`make conformance` writes this page. It runs two sets of cases over gloo, and then over [`shm`](shm.md):
 
-For torch's cases the backend is called "gloo", and each group that would be gloo's is one of `shm`, which is checked
-when it is made. Cases that ask for GPUs run on the CPU, where `.cuda()` changes nothing; those that need one for other
-reasons fail with gloo, and do not count. What fails is run once more; what then passes has a table of its own below.
+- the cases for process groups that torch's wheel contains;
+- programs of this package for features without such cases: FSDP2, DTensor, functional collectives, ZeRO, checkpoints,
+  and others. A program passes over `shm` if its results are bitwise identical to the results over gloo.
+
+Each case that passes over gloo must pass over `shm`, or be listed with a reason in `tests/conformance/exceptions.py`.
+Otherwise the command fails. It also fails if the list contains a case that passes.
+
+In torch's cases, the backend is called "gloo", and `shm` replaces each group that would use gloo. A check at the
+creation of a group verifies this. Cases that require GPUs run on the CPU, where `.cuda()` has no effect. Cases that
+need a GPU for other reasons fail over gloo, and do not count. A failed case runs a second time. Cases that pass the
+second time have a table of their own.
 """
 
 
