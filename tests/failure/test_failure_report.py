@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_strategies_ext.failure import failure_report
 from tests.support.ranks import run_script
@@ -135,3 +136,38 @@ def test_all_ranks_exit_with_a_report_if_the_text_of_an_exception_blocks_or_rais
     assert result.returncode == 1, result.stdout
     assert "rank 1 on " in result.stdout
     assert headline in result.stdout
+
+
+RECORDED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from lightning_strategies_ext.failure import failure_report
+
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def reduce_in_script():
+    dist.all_reduce(torch.ones(3, 2))
+
+
+reduce_in_script()
+dist.barrier()
+failure = failure_report.failure_from_traceback("ValueError: no", 0, "training step 3")
+print(failure_report.write_report(sys.argv[1], failure, 0, "text").read_text())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", ["0", "100"])
+def test_the_file_lists_the_collectives_of_the_user_that_torch_has_recorded(tmp_path: Path, size: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RECORDED)
+    printed = run_script(script, tmp_path, env={"TORCH_FR_BUFFER_SIZE": size}).stdout
+    if torch.__version__ < (2, 13) and "flight recorder" not in printed:
+        pytest.skip(f"torch {torch.__version__} does not record collectives of gloo")
+    assert ("from torch's flight recorder" in printed) == (size != "0"), printed
+    assert (f"1: gloo:all_reduce [3, 2], at {script}:13 in reduce_in_script" in printed) == (size != "0"), printed
+    assert ("2: gloo:barrier, at" in printed) == (size != "0"), printed
