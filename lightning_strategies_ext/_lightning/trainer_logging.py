@@ -1,4 +1,4 @@
-"""Private names of the values that ``self.log`` accumulates."""
+"""Private names of logging: the values that ``self.log`` accumulates, and when Lightning reduces and reads them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -24,7 +24,7 @@ class ValueExchange(Protocol):
         pending: Values of the current hook, by key, which are exchanged when the hook returns.
         is_in_flight: Whether the values of the last hook are being exchanged.
         is_shadowed: Function that returns whether a value of a step is reduced at once, because ranks without batches
-            may repeat the step; None if no rank does. The same on all ranks.
+            may repeat the step. None if no rank repeats steps. The result is the same on all ranks.
     """
 
     pending: dict[str, "LoggedMetric"]
@@ -41,7 +41,7 @@ class ValueExchange(Protocol):
         """Computes metrics of torchmetrics; ``is_final`` as for :meth:`reduce_epoch`."""
 
     def reduce_evaluation(self, results: "ExchangedResults", take_over: Callable[[int], Any]) -> None:
-        """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end."""
+        """Reduces the values of an evaluation, or of one of its DataLoaders, when the loop has reached the end."""
 
     def find_location(self) -> str:
         """Returns file and line of the user's code that is running."""
@@ -50,8 +50,8 @@ class ValueExchange(Protocol):
 class LoggedMetric(_ResultMetric):
     """One key of ``self.log``, with the values of a step and of an epoch.
 
-    Objects are created as ``_ResultMetric``, whose constructor stores its own bound ``update`` and ``compute`` in the
-    object, so this class cannot override them (2.5 to 2.6).
+    Objects are created as ``_ResultMetric``. Its constructor stores bound methods ``update`` and ``compute`` in the
+    object, so this class cannot override these methods (2.5 to 2.6).
     """
 
     #: File and line of the user's first call of ``self.log`` with this key.
@@ -285,8 +285,8 @@ class _ExchangingLoggerConnector(_LoggerConnector):
 def prepare_logging(trainer: Any, exchange: ValueExchange | None) -> None:
     """Makes ``self.log`` exchange values together, and skips a needless move of each value.
 
-    ``_ResultCollection.log`` calls ``to(value.device)`` on the stored metric every time (2.5 to 2.6), which takes 0.2
-    to 0.4 ms of Python per logged value and step, longer than a small all-reduce. It then calls ``update_metrics``,
+    ``_ResultCollection.log`` calls ``to(value.device)`` on the stored metric every time (2.5 to 2.6). This takes 0.2 to
+    0.4 ms of Python per logged value and step, longer than a small all-reduce. It then calls ``update_metrics``,
     which reduces a synchronized value at once; ``metrics`` computes the values of an epoch, one reduction after the
     other. All ranks call ``_LoggerConnector.epoch_end_reached`` before the ``on_*_epoch_end`` hooks, and in an
     evaluation with several DataLoaders once per DataLoader. Only this Trainer's objects change.
@@ -314,7 +314,7 @@ def logged_per_epoch(trainer: Any) -> list[Any]:
 
 
 def keep_key(metric: Any) -> None:
-    """Keeps a synchronized key of ``self.log`` after a reset: other ranks have values for it, this rank has none.
+    """Keeps a synchronized key of ``self.log`` after a reset, for which only other ranks have values.
 
     ``valid_items`` skips a metric whose ``has_reset`` is True (2.5 to 2.6).
     """
