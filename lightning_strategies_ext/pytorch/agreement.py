@@ -10,11 +10,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_strategies_ext._lightning import trainer_decisions
-from lightning_strategies_ext.checks import ChecksOptions
+from lightning_strategies_ext.checks import ChecksOptions, argument_on_losses
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
+from lightning_strategies_ext.pytorch.step_losses import StepLosses
 from lightning_strategies_ext.stage_context import StageContext
 
 
@@ -23,7 +24,8 @@ def start_agreement(
     context: StageContext,
     collectives: Callable[[], Collectives],
     device: torch.device,
-    checks: ChecksOptions | None,
+    checks: ChecksOptions,
+    has_equal_models: bool,
 ) -> None:
     """Makes the ranks of a ``fit`` agree until they leave the stage context. A no-op in other stages.
 
@@ -32,15 +34,20 @@ def start_agreement(
         context: Stage context of this rank.
         collectives: Function that returns the collectives of this rank, which are local after a failure.
         device: Device of this rank.
-        checks: Options of the checks after each epoch; None if the models of the ranks differ on purpose.
+        checks: Options of the checks of losses, and after each epoch.
+        has_equal_models: Whether the models of the ranks are equal; otherwise, they are not compared after an epoch.
     """
     context.end_agreement()
-    if context.size == 1 or trainer.state.fn != TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.FITTING:
         return
     stack = context.agreement = ExitStack()
+    if argument_on_losses(checks) is not None:
+        stack.callback(StepLosses(trainer, context, collectives, device, checks).install())
+    if context.size == 1:
+        return
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
         stack.callback(undo)
-    if checks is not None:
+    if has_equal_models:
         epoch_checks = EpochChecks(trainer, collectives, device, checks)
 
         def compare_after_epoch() -> None:
