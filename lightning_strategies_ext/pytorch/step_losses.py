@@ -13,7 +13,7 @@ DDP's forward would prepare the exchange before the ranks have these numbers. Wi
 to the backward pass, as with manual optimization. With the default options, a step calls nothing of this module.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ class StepLosses:
         self._has_accumulated = False  # whether an earlier batch of the accumulation window had a loss
         self._is_void = False  # whether no rank contributes to the current optimizer step
         self._error = ""  # about a loss of this rank, until the next exchange
-        _check_supported(options, trainer, is_synchronized=self._has_synchronized_layers())
+        _check_supported(options, trainer, context, is_synchronized=self._has_synchronized_layers())
         # Methods of the strategy, before `install` replaces them.
         self._training_step = self._strategy.training_step
         self._backward = self._strategy.backward
@@ -284,6 +284,8 @@ class StepLosses:
         """
         if self._has_synchronized_layers():
             return "The module that has computed it is not searched, because of `sync_batchnorm=True`."
+        if args and isinstance(args[0], Iterator):
+            return "The module that has computed it is unknown, because `training_step` fetches its batches itself."
         found: list[str] = []
 
         def check(name: str, module: Module, _: Any, output: Any) -> None:
@@ -294,6 +296,7 @@ class StepLosses:
         before, context.local_collectives = context.local_collectives, LocalCollectives(context.rank, context.size)
         with ExitStack() as stack:
             stack.callback(setattr, context, "local_collectives", before)
+            stack.callback(self._strategy._logged_values.pending.clear)
             stack.callback(snapshot.restore)
             stack.enter_context(isolate_rng())
             stack.enter_context(process_group.replaced_by_local_group())
@@ -338,7 +341,9 @@ def check_has_loss(module: Any, context: StageContext, checks: ChecksOptions) ->
         )
 
 
-def _check_supported(options: ChecksOptions, trainer: "pl.Trainer", *, is_synchronized: bool) -> None:
+def _check_supported(
+    options: ChecksOptions, trainer: "pl.Trainer", context: StageContext, *, is_synchronized: bool
+) -> None:
     module, skip = trainer.lightning_module, argument_that_skips(options)
     if not module.automatic_optimization:
         raise ValueError(
@@ -349,7 +354,9 @@ def _check_supported(options: ChecksOptions, trainer: "pl.Trainer", *, is_synchr
     if skip is None:
         return
     what = None
-    if is_synchronized:
+    if not isinstance(context.gradient_exchange, (DDPGradientExchange, HorovodGradientExchange)):
+        what = f"{type(trainer.strategy).__name__}, which exchanges gradients in its own way"
+    elif is_synchronized:
         what = "synchronized batch normalization, whose backward pass waits for all ranks"
     elif any(isinstance(optimizer, LBFGS) for optimizer in trainer.strategy.optimizers):
         what = "`torch.optim.LBFGS`, which compares losses of several passes"
