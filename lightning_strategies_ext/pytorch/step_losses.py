@@ -105,8 +105,8 @@ class StepLosses:
             output = self._training_step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._has_loss = loss is not None
-        if output is None:
-            return torch.full((), torch.nan, device=self._device)
+        if output is None:  # with one rank, Lightning accepts it
+            return torch.full((), torch.nan, device=self._device) if self._skips_missing else None
         if self._nonfinite == "ignore" or not isinstance(loss, Tensor) or _is_finite(loss):
             return output
         if self._nonfinite == "skip":

@@ -18,7 +18,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_strategies_ext import ChecksOptions, DDPSpawnStrategy, DDPStrategy, HorovodStrategy, NonfiniteLossError
 from tests.support.horovod_ranks import run_horovod
-from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_close, loader, make_trainer, state_of
+from tests.support.models import (
+    MLP,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    assert_close,
+    assert_same_bits,
+    loader,
+    make_trainer,
+    state_of,
+)
 from tests.support.ranks import run_ranks
 
 NUM_BATCHES = 9
@@ -336,6 +345,16 @@ def test_gradient_scalers_of_all_ranks_stay_equal():
     (factor, weights), (other_factor, other_weights) = run_ranks(scale)
     assert factor == other_factor != 2.0**17
     assert all(torch.equal(each, other_weights[name]) and each.isfinite().all() for name, each in weights.items())
+
+
+def test_one_rank_may_return_none_as_with_lightning():
+    def weights(strategy: Any) -> Any:
+        model = new_model()
+        make_trainer(strategy, devices=1, max_epochs=1, use_distributed_sampler=False).fit(model)
+        return state_of(model)
+
+    for options in ({"nonfinite_loss": "error"}, {"nonfinite_loss": "skip"}, {"missing_loss": "skip"}):
+        assert_same_bits(weights(DDPStrategy(checks=ChecksOptions(**options))), weights("auto"))
 
 
 # --- refusals ---
