@@ -30,6 +30,10 @@ _OPS = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
+#: Options of a sum that has ended when the call returns.
+_SUM_NOW = dist.AllreduceOptions()
+if hasattr(_SUM_NOW, "asyncOp"):  # torch before 2.8 does not state it
+    _SUM_NOW.asyncOp = False
 
 
 # torch 2.13 deprecates the older name.
@@ -49,14 +53,16 @@ class TorchCollectives(Collectives):
 
     def rank(self, group: Any = None) -> int | None:
         """Returns this rank's number in a process group; None if it is not in the group, or there is no group."""
-        if not process_group.is_initialized():
-            return None
-        rank = dist.get_rank(group)
+        if group is None:  # the functions of torch take longer
+            world: Any = dist.group.WORLD
+            return None if world is None else int(world.rank())
+        rank = dist.get_rank(group) if process_group.is_initialized() else -1
         return None if rank < 0 else rank
 
     def world_size(self, group: Any = None) -> int:
         """Returns the number of ranks of a process group."""
-        return dist.get_world_size(group)
+        world: Any = dist.group.WORLD
+        return dist.get_world_size(group) if group is not None or world is None else int(world.size())
 
     def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
         """Starts to reduce a tensor in place over all ranks; returns a callable that waits for the result.
@@ -83,9 +89,12 @@ class TorchCollectives(Collectives):
             if not isinstance(group, ShmProcessGroup) or not group.is_compiled or tensor.nbytes % _WORD_NUM_BYTES:
                 wait: Callable[[], None] = _all_gather_single(output, tensor, async_op=True).wait
                 return wait
-            words = output.view(torch.uint8).view(torch.int64)
-            words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
-            dist.all_reduce(words)
+            words = output if output.dtype is torch.int64 else output.view(torch.uint8).view(torch.int64)
+            if tensor.data_ptr() != output.data_ptr() + group.rank() * tensor.nbytes:
+                words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
+            work = group.allreduce([words], _SUM_NOW)
+            if not work.is_success():
+                work.wait()
             return _finish_nothing
         finally:
             current.identity = before
