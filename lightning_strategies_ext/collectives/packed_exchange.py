@@ -90,6 +90,9 @@ class PackedExchange:
     def __init__(self, name: str) -> None:
         self._name = name
         self._layouts: dict[tuple[Any, ...], PackedLayout] = {}
+        self._collectives: Collectives | None = None
+        self._rank: int | None = None
+        self._size = 1
 
     def start(
         self,
@@ -131,7 +134,12 @@ class PackedExchange:
         is_final: bool = True,
     ) -> Callable[[], list[Tensor]]:
         """Does the same as :meth:`start`, for the keys, reductions, and values of the parts."""
-        if collectives.is_local or (rank := collectives.rank()) is None or (size := collectives.world_size()) == 1:
+        if collectives is not self._collectives:
+            self._collectives = collectives
+            self._rank = None if collectives.is_local else collectives.rank()
+            self._size = 1 if self._rank is None else collectives.world_size()
+        rank, size = self._rank, self._size
+        if rank is None or size == 1:
             copies = [value.clone() for value in values]
             return lambda: copies
         layout = self._layout_of(kind, keys, ops, values)

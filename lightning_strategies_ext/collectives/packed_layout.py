@@ -1,4 +1,8 @@
-"""Layout of packed values: where each value is in a message, and the reduction of the messages of all ranks."""
+"""Layout of packed values: where each value is in a message, and the reduction of the messages of all ranks.
+
+A layout depends on the names, reductions, dtypes, and shapes of values. It has memory for the messages of all ranks and
+views of each value in it, so that an exchange with values of these names needs a few tensor operations only.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -53,16 +53,14 @@ class TorchCollectives(Collectives):
 
     def rank(self, group: Any = None) -> int | None:
         """Returns this rank's number in a process group; None if it is not in the group, or there is no group."""
-        if group is None:  # the functions of torch take longer
-            world: Any = dist.group.WORLD
-            return None if world is None else int(world.rank())
-        rank = dist.get_rank(group) if process_group.is_initialized() else -1
+        if not process_group.is_initialized():
+            return None
+        rank = dist.get_rank(group)
         return None if rank < 0 else rank
 
     def world_size(self, group: Any = None) -> int:
         """Returns the number of ranks of a process group."""
-        world: Any = dist.group.WORLD
-        return dist.get_world_size(group) if group is not None or world is None else int(world.size())
+        return dist.get_world_size(group)
 
     def start_all_reduce(self, tensor: Tensor, op: str, name: str) -> Callable[[], None]:
         """Starts to reduce a tensor in place over all ranks; returns a callable that waits for the result.
@@ -90,6 +88,7 @@ class TorchCollectives(Collectives):
                 wait: Callable[[], None] = _all_gather_single(output, tensor, async_op=True).wait
                 return wait
             words = output if output.dtype is torch.int64 else output.view(torch.uint8).view(torch.int64)
+            # A tensor that is this rank's part of the output is in place, between zeros.
             if tensor.data_ptr() != output.data_ptr() + group.rank() * tensor.nbytes:
                 words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
             work = group.allreduce([words], _SUM_NOW)
