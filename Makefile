@@ -122,7 +122,7 @@ dist: $(VENV)/.installed-dist
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict
 
-# Screenshots of five pages, as wide as the screens of a desk and of a phone, in build/screenshots.
+# Screenshots of twelve pages, as wide as the screens of a desk and of a phone, in build/screenshots.
 CHROMIUM ?= chromium
 docs-screenshots: docs
 	$(RUN) docs/screenshots.py --chromium $(CHROMIUM)

@@ -1,6 +1,6 @@
 """Takes pictures of pages of the built site with a headless browser, as wide as a desk's screen and as a phone's.
 
-    python docs/screenshots.py                         # five pages, 1280 and 390 pixels wide, into build/screenshots
+    python docs/screenshots.py                         # twelve pages, 1280 and 390 pixels wide, into build/screenshots
     python docs/screenshots.py --dark dp choose        # these pages, in dark colours
 
 It fails where a page is wider than its window, so that a reader would have to scroll sideways. The browser is Debian's
@@ -21,7 +21,20 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SITE, PICTURES = ROOT / "build" / "site", ROOT / "build" / "screenshots"
-PAGES = ("index", "choose", "ddp_spawn", "benchmarks", "troubleshooting")
+PAGES = (
+    "index",
+    "install",
+    "choose",
+    "ddp",
+    "ddp_spawn",
+    "agreement",
+    "metrics",
+    "failures",
+    "troubleshooting",
+    "faq",
+    "benchmarks",
+    "reference/pytorch",
+)
 WIDTHS = {1280: 900, 390: 844}
 #: Pictures end here: what is further down looks as what is above it.
 MAX_HEIGHT = 12_000

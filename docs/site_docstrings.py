@@ -11,6 +11,7 @@ _LITERAL = re.compile(
     r"^(?P<indent> *)(?P<intro>[^\n]*)::\n\n(?P<code>(?:(?P=indent)    [^\n]*(?:\n|$)|\n)+)", re.MULTILINE
 )
 
+_VARIADIC = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
 
 #: What is not offered by the package itself and has a place in the reference.
 _FURTHER = {
@@ -35,6 +36,9 @@ class SphinxToMarkdown(griffe.Extension):
         if item.docstring is not None:
             item.docstring.value = markdown_of(item.docstring.value, places)
         for parameter in getattr(item, "parameters", ()):
+            if parameter.kind in _VARIADIC:
+                parameter.default = None  # griffe has "{}" and "()" there, which a caller cannot write
+                continue
             parameter.default = values.get(str(parameter.default).rpartition(".")[2], parameter.default)
         for member in item.members.values():
             if not member.is_alias:
