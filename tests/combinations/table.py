@@ -85,7 +85,7 @@ def _check_refusal(strategy: str, cell: Cell, verdict: Verdict) -> None:
 
 
 def fixed_part(strategy: str) -> list[Cell]:
-    """Returns cells with each feature of a strategy once; for launched strategies, with two features of the launcher."""
+    """Returns cells with each feature of a strategy once; for launched strategies, two cells with launcher features."""
     if strategy in LAUNCHED:
         return [("resume", "several stages"), ("accumulation", "EMA")]
     names = [cell[0] for cell in cells_of(strategy) if len(cell) == 1]

@@ -54,7 +54,8 @@ class Stream(IterableDataset):
 class Net(pl.LightningModule):
     """A model whose behavior the flags of a setup select.
 
-    In every second batch, samples of rank 1 use a different head than those of rank 0 ("unused"), and no row ("sparse").
+    In every second batch, samples of rank 1 use a different head than samples of rank 0 ("unused"), or no row of the
+    embedding ("sparse").
     """
 
     def __init__(self, setup: Setup) -> None:
