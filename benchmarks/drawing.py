@@ -1,8 +1,8 @@
 """Plots of benchmarks: dots with quartiles, and curves.
 
 Plots are legible on a phone: one column, with large letters. A contender has the same color in all plots, and as a part
-of a ratio: the left half of a marker shows the numerator, the right half the denominator. A hollow marker shows the same
-contender over gloo, or another variant of it.
+of a ratio: the left half of a marker shows the numerator, the right half the denominator. A hollow marker shows the
+same contender over gloo, or another variant of it.
 """
 
 from collections.abc import Sequence
