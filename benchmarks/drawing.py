@@ -5,7 +5,7 @@ of a ratio: the left half of a marker shows the numerator, the right half the de
 same contender over gloo, or another variant of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
@@ -118,7 +118,7 @@ class Panel:
 
     axis: str
     labels: Sequence[str]
-    series: dict[str, Sequence[Spread]]
+    series: Mapping[str, Sequence[Spread]]
     line_at: float | None = None
     line_label: str = ""
     is_logarithmic: bool = False
@@ -184,7 +184,7 @@ class Curves:
     x_axis: str
     y_axis: str
     x: Sequence[float]
-    series: dict[str, Sequence[Spread]]
+    series: Mapping[str, Sequence[Spread]]
 
 
 def draw_curves(directory: Path, name: str, title: str, plots: Sequence[Curves]) -> Path:
