@@ -5,7 +5,7 @@ of a ratio: the left half of a marker shows the numerator, the right half the de
 same contender over gloo, or another variant of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 from pathlib import Path
@@ -57,8 +57,8 @@ STYLES = {
     "ddp_spawn_ext": Style("#d62728"),
     "ddp_spawn_elastic_ext": Style("#7d1128"),
     "ddp_elastic_ext": Style("#d81b7a"),
-    "ddp_ray_ext": Style("#e08ab8"),
-    "TorchTrainer": Style("#9a9b1c"),
+    "ddp_ray_ext": Style("#b8478f"),
+    "TorchTrainer": Style("#7c7d10"),
     "dp_ext": Style(_DP_EXT),
     "dp_ext 1": Style(_DP_EXT, is_hollow=True),
     "dp_ext 2 in turn": Style(_DP_EXT, "s"),
@@ -118,7 +118,7 @@ class Panel:
 
     axis: str
     labels: Sequence[str]
-    series: dict[str, Sequence[Spread]]
+    series: Mapping[str, Sequence[Spread]]
     line_at: float | None = None
     line_label: str = ""
     is_logarithmic: bool = False
@@ -184,7 +184,7 @@ class Curves:
     x_axis: str
     y_axis: str
     x: Sequence[float]
-    series: dict[str, Sequence[Spread]]
+    series: Mapping[str, Sequence[Spread]]
 
 
 def draw_curves(directory: Path, name: str, title: str, plots: Sequence[Curves]) -> Path:

@@ -30,6 +30,8 @@ PAGES = {
     "examples/hosts/README.md": "hosts_example.md",
 }
 PICTURES = "benchmarks/results"
+#: Section of the navigation whose pages are last among the results of a search.
+LAST_IN_SEARCH = "For developers"
 
 _log = logging.getLogger("mkdocs.hooks.site")
 _FENCE = re.compile(r"^ *(```|~~~)")
@@ -52,7 +54,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Replaces the links of a page with links of the site."""
+    """Replaces the links of a page with links of the site, and ranks the page among search results."""
+    if any(section.title == LAST_IN_SEARCH for section in page.ancestors):
+        page.meta.setdefault("search", {"boost": 0.1})
     here = place_in_repository(page.file.src_uri)
     lines, in_code = [], False
     for line in markdown.splitlines():
