@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
     from lightning_strategies_ext.exceptions import LoggedKeysError as LoggedKeysError
     from lightning_strategies_ext.exceptions import ModelMismatchError as ModelMismatchError
+    from lightning_strategies_ext.exceptions import NonfiniteLossError as NonfiniteLossError
     from lightning_strategies_ext.exceptions import RankDisagreementError as RankDisagreementError
     from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
     from lightning_strategies_ext.exceptions import ResultTransferError as ResultTransferError
@@ -77,6 +78,7 @@ _EXPORTS = {
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "LoggedKeysError": "lightning_strategies_ext.exceptions",
     "ModelMismatchError": "lightning_strategies_ext.exceptions",
+    "NonfiniteLossError": "lightning_strategies_ext.exceptions",
     "RankDisagreementError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",
     "ResultTransferError": "lightning_strategies_ext.exceptions",

@@ -2,11 +2,15 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 #: Fields that ranks compare after each training epoch: of parameter groups, and of the whole training.
 GROUP_FIELDS = ("lr", "weight_decay", "momentum")
 TRAINING_FIELDS = ("optimizer_steps", "sampler_seed")
+
+MissingLoss = Literal["error", "skip"]
+NonfiniteLoss = Literal["ignore", "error", "skip"]
+_LOSSES = ("missing_loss", "nonfinite_loss")
 
 
 @dataclass(frozen=True)
@@ -16,12 +20,16 @@ class ChecksOptions:
     Args:
         excluded_fields: Fields that may differ between ranks: "lr", "weight_decay", and "momentum" of parameter groups,
             "optimizer_steps" (their number), and "sampler_seed". Ranks compare the other fields after each epoch.
+        missing_loss: Reaction to a training step in which a rank has no loss: "error" raises an error; "skip" averages
+            the gradients over the ranks that have a loss, see :mod:`.pytorch.step_losses`.
+        nonfinite_loss: Reaction to a loss that is NaN or infinite: "ignore"; "error" on all ranks, with the module that
+            has computed it; "skip" treats the rank as one without a loss.
         check_collectives: Whether ranks compare each collective of this package before it starts, for debugging. Each
             comparison is one all-gather of 1 KiB, and reads the stack.
 
     Raises:
         TypeError: If ``excluded_fields`` is no sequence of strings, or ``check_collectives`` is no bool.
-        ValueError: If a field is unknown.
+        ValueError: If a field or a reaction is unknown.
 
     Example::
 
@@ -30,6 +38,8 @@ class ChecksOptions:
     """
 
     excluded_fields: tuple[str, ...] = ()
+    missing_loss: MissingLoss = "error"
+    nonfinite_loss: NonfiniteLoss = "ignore"
     check_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -42,19 +52,64 @@ class ChecksOptions:
                 known = ", ".join((*GROUP_FIELDS, *TRAINING_FIELDS))
                 raise ValueError(f"`excluded_fields={names!r}`: the field {name!r} is unknown. Use some of {known}.")
         object.__setattr__(self, "excluded_fields", tuple(names))
+        for name, reactions in zip(_LOSSES, (get_args(MissingLoss), get_args(NonfiniteLoss)), strict=True):
+            if getattr(self, name) not in reactions:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is unknown. Use one of {', '.join(reactions)}.")
 
 
-def check_checks(checks: Any) -> ChecksOptions:
+def argument_that_skips(checks: ChecksOptions) -> str | None:
+    """Returns the argument ``checks`` with a field by which losses are skipped; None if no loss is skipped."""
+    names = [name for name in _LOSSES if getattr(checks, name) == "skip"]
+    return f"`checks=ChecksOptions({names[0]}='skip')`" if names else None
+
+
+def argument_on_losses(checks: ChecksOptions) -> str | None:
+    """Returns the argument ``checks`` with a field on losses that is not the default; None if all are."""
+    is_error = checks.nonfinite_loss == "error"
+    return "`checks=ChecksOptions(nonfinite_loss='error')`" if is_error else argument_that_skips(checks)
+
+
+def check_checks(checks: Any, *, is_elastic: bool = False) -> ChecksOptions:
     """Returns the argument ``checks`` of a strategy, or the default options if it is None.
+
+    Args:
+        checks: Value that the user passed.
+        is_elastic: Whether ranks may change during ``fit``.
 
     Raises:
         TypeError: If the value has another type.
+        ValueError: If losses are skipped or searched in elastic training.
     """
     if checks is None:
         return ChecksOptions()
     if not isinstance(checks, ChecksOptions):
         raise TypeError(f"`checks` must be a ChecksOptions, got {checks!r}.")
+    argument = argument_on_losses(checks)
+    if is_elastic and argument is not None:
+        raise ValueError(
+            f"{argument} cannot be combined with `elastic=True`: a rank that is lost in a step would count"
+            " as a rank without a loss. Omit one of the two."
+        )
     return checks
+
+
+def check_can_skip(checks: ChecksOptions | None, *conflicts: str | None) -> None:
+    """Checks that gradients can be averaged over the ranks that have a loss.
+
+    Args:
+        checks: Options of the checks.
+        *conflicts: Arguments that exclude it, with their values; None for arguments that are not set.
+
+    Raises:
+        ValueError: If losses are skipped, and such an argument is set.
+    """
+    conflict = next((each for each in conflicts if each is not None), None)
+    argument = argument_that_skips(checks) if isinstance(checks, ChecksOptions) else None
+    if argument is not None and conflict is not None:
+        raise ValueError(
+            f"{argument} averages gradients over the ranks that have a loss, which cannot be combined with"
+            f" `{conflict}`. Omit one of the two."
+        )
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:

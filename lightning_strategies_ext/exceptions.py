@@ -20,6 +20,10 @@ class RankDisagreementError(RuntimeError):
     """The ranks have different values of what must be equal; the message contains the values. Raised on every rank."""
 
 
+class NonfiniteLossError(RuntimeError):
+    """The loss of a rank is NaN or infinite; the message names the rank, the batch, and the module. On every rank."""
+
+
 class LoggedKeysError(ValueError):
     """The ranks log different keys with ``sync_dist=True``; the message names the keys, the ranks, and the lines.
 

@@ -57,6 +57,13 @@ class HorovodExchangeOptions:
                 f" but `op={self.op!r}` does not average. Omit one of the two."
             )
 
+    @property
+    def unequal_argument(self) -> str | None:
+        """Argument by which gradients are not averaged over all ranks, with its value; None if they are."""
+        if self.process_set is not None:
+            return f"process_set={self.process_set!r}"
+        return "op='adasum'" if self.op == "adasum" else None
+
     def check_can_join(self) -> None:
         """Checks that gradients are averaged over all ranks that have data.
 

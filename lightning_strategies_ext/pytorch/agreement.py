@@ -10,12 +10,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_strategies_ext._lightning import trainer_decisions
-from lightning_strategies_ext.checks import ChecksOptions
+from lightning_strategies_ext.checks import ChecksOptions, argument_on_losses
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.pytorch.collective_comparison import compare_collectives
 from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
+from lightning_strategies_ext.pytorch.step_losses import StepLosses
 from lightning_strategies_ext.stage_context import StageContext
 
 
@@ -37,14 +38,18 @@ def start_agreement(
         collectives: Function that returns the collectives of this rank, which are local after a failure.
         device: Device of this rank.
         checks: Options of the checks.
-        has_equal_models: Whether ranks compare optimizers after each epoch; False if their models differ on purpose.
+        has_equal_models: Whether the models of the ranks are equal; otherwise, they are not compared after an epoch.
     """
     context.end_agreement()
     if context.size > 1 and checks.check_collectives:
         compare_collectives(context.collectives)
-    if context.size == 1 or trainer.state.fn != TrainerFn.FITTING:
+    if trainer.state.fn != TrainerFn.FITTING:
         return
     stack = context.agreement = ExitStack()
+    if argument_on_losses(checks) is not None:
+        stack.callback(StepLosses(trainer, context, collectives, device, checks).install())
+    if context.size == 1:
+        return
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
         stack.callback(undo)
     if has_equal_models:

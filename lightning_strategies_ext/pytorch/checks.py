@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_strategies_ext import arguments
+from lightning_strategies_ext.checks import ChecksOptions, check_can_skip
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
 from lightning_strategies_ext.torch_distributed.compression.config import (
@@ -50,6 +51,7 @@ def resolve_exchange(
     hook: tuple[Any, Any, Any, Any],
     compression: CompressionName | Compression | None,
     uneven_inputs: UnevenInputs,
+    checks: ChecksOptions | None,
     *,
     is_elastic: bool,
 ) -> tuple[GradientSyncOptions, bool]:
@@ -60,6 +62,7 @@ def resolve_exchange(
         hook: The arguments ``ddp_comm_state``, ``ddp_comm_hook``, ``ddp_comm_wrapper``, and ``model_averaging_period``.
         compression: Compression of the exchange.
         uneven_inputs: Reaction to different numbers of training batches.
+        checks: Options of the checks during ``fit``.
         is_elastic: Whether ranks may change during ``fit``.
 
     Returns:
@@ -76,6 +79,10 @@ def resolve_exchange(
     if is_elastic:  # first, because the next check would recommend a mode that this one rejects
         check_elastic_compatible(uneven_inputs, options.model_averaging_argument)
     options.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
+    given = {name: ddp_kwargs.get(name) for name in ("static_graph", "process_group", "device_mesh")}
+    given |= {"ddp_comm_hook": options.comm_hook, "uneven_inputs": uneven_inputs if uneven_inputs == "join" else None}
+    conflicts = (f"{name}={value!r}" for name, value in given.items() if value)
+    check_can_skip(checks, options.model_averaging_argument, *conflicts)
     return options, tunes_buckets
 
 

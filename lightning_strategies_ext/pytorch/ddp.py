@@ -127,7 +127,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         arguments.check_start_method(start_method)
         backend_checks.check_arguments(process_group_backend, process_group_options, timeout)
         hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period
-        exchange = resolve_exchange(kwargs, hook, compression, uneven_inputs, is_elastic=self._is_elastic)
+        exchange = resolve_exchange(kwargs, hook, compression, uneven_inputs, checks, is_elastic=self._is_elastic)
         self._gradient_sync, self._tunes_buckets = exchange
         plugins = cluster_environment, checkpoint_io, precision_plugin
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
-from lightning_strategies_ext.checks import ChecksOptions, check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import share_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
@@ -124,14 +124,14 @@ class HorovodStrategy(ParallelStrategy):
         check_flag("scale_learning_rate", scale_learning_rate)
         check_flag("broadcast_buffers", broadcast_buffers)
         check_mode(uneven_inputs)
-        if uneven_inputs == "join":
+        if joins := uneven_inputs == "join":
             self._options.check_can_join()
+        check_can_skip(checks, self._options.unequal_argument, "uneven_inputs='join'" if joins else None)
         runtime.check_installed()
         plugins = environment.environment_of_launcher(), checkpoint_io, precision_plugin
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
-        self._scale_learning_rate = scale_learning_rate
-        self._uneven_inputs = uneven_inputs
+        self._scale_learning_rate, self._uneven_inputs = scale_learning_rate, uneven_inputs
         self._has_equal_models = process_set is None
         self._has_work_before_step = broadcast_buffers
         self._are_buffers_stale = True

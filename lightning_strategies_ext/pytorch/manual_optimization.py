@@ -12,6 +12,14 @@ from lightning_strategies_ext.torch_distributed.feature import Feature
 from lightning_strategies_ext.torch_distributed.wrapping import records_graph
 
 
+def prepare_pass(model: DistributedDataParallel, loss: Tensor) -> None:
+    """Makes the next backward pass of a model in DDP exchange gradients, after a forward that has not prepared it."""
+    if isinstance(model, DistributedModel) and model.is_exchanged_directly:
+        model.prepare_for_backward()
+    else:
+        prepare_for_backward(model, loss)
+
+
 class ManualOptimization(Feature):
     """Prepares DDP for each backward pass.
 
@@ -38,10 +46,7 @@ class ManualOptimization(Feature):
         model = self._model
         if model is None or self._module.automatic_optimization:
             return
-        if isinstance(model, DistributedModel) and model.is_exchanged_directly:
-            model.prepare_for_backward()
-        else:
-            prepare_for_backward(model, loss)
+        prepare_pass(model, loss)
 
     @override
     def close(self) -> None:

@@ -35,6 +35,7 @@ from lightning_strategies_ext.pytorch.agreement import start_agreement
 from lightning_strategies_ext.pytorch.checks import check_arguments
 from lightning_strategies_ext.pytorch.exchange_comparison import check_recorded_exchanges
 from lightning_strategies_ext.pytorch.logged_values import NO_LOGGED_VALUES, LoggedValues
+from lightning_strategies_ext.pytorch.step_losses import check_has_loss
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import EngineGroup, StageContext
@@ -92,7 +93,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         checks: ChecksOptions | None = None,
     ) -> None:
         self._hang_timeout_s = arguments.check_hang_timeout(hang_timeout)
-        self._checks = check_checks(checks)
+        self._checks = check_checks(checks, is_elastic=self._is_elastic)
         check_arguments(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(
             accelerator=accelerator,
@@ -193,6 +194,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
                 output = super().training_step(*args, **kwargs)
         if self._logged_values.pending:
             self._logged_values.start()
+        if output is None and getattr(self.lightning_module, "automatic_optimization", False):
+            check_has_loss(self.lightning_module, self._stage_context, self._checks)
         return output
 
     @override
@@ -223,10 +226,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
-
-        In a training step, ranks that have run out of batches do not contribute (``uneven_inputs="join"``).
-        """
+        """Reduces a tensor over the ranks that have batches (``uneven_inputs``), see :meth:`.Collectives.reduce`."""
         context, inputs = self._stage_context, self._stage_context.uneven_inputs
         if inputs is not None and context.local_collectives is None and inputs.handles_reduce(tensor, group):
             return inputs.reduce(tensor, self.collectives.normalize_op(reduce_op))
@@ -291,10 +291,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._stage_context.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Terminates the other ranks of this host after this rank has failed; a no-op without other ranks.
+        """Terminates the other ranks of this host, if there are any, after this rank has failed; shows ``trace``.
 
-        Ranks may exit by themselves within a few seconds; the rest are killed, and ``trace``, the traceback of this
-        rank's failure, is shown.
+        Ranks may exit by themselves within a few seconds; the rest are killed.
         """
         if self._stage_context.failure_monitor is not None:
             self._stage_context.failure_monitor.fail_and_kill_local_peers(trace)

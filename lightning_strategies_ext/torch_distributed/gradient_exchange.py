@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 
 Hook = Callable[..., Future[Tensor]]
 
@@ -116,6 +119,30 @@ class DDPGradientExchange:
         else:
             self._has_own = False
             self._clear_unused_gradients()
+
+    def exchange_local_gradients(self, contributes: bool, num_contributors: int) -> None:
+        """Averages the gradients of the ranks that contribute, after a pass in which DDP has exchanged nothing.
+
+        A parameter for which no contributing rank has a gradient keeps none. Collective: all ranks call it.
+
+        Args:
+            contributes: Whether this rank contributes its gradients; otherwise it joins with zeros.
+            num_contributors: Number of ranks that contribute, at least one.
+        """
+        group, parameters = self._model.process_group, [*trained_parameters(self._model).values()]
+        gradients = [parameter.grad if contributes else None for parameter in parameters]
+        counts = torch.tensor([int(each is not None) for each in gradients], device=parameters[0].device)
+        dist.all_reduce(counts, group=group)
+        for parameter, gradient, count in zip(parameters, gradients, counts.tolist(), strict=True):
+            parameter.grad = None
+            if not count:
+                continue
+            # Memory of its own: after a backward pass, the gradients of two parameters may share memory.
+            result = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            if gradient is not None:
+                result.copy_(gradient).mul_(1.0 / num_contributors)  # as DDP does: a division rounds differently
+            dist.all_reduce(torch.view_as_real(result) if result.is_complex() else result, group=group)
+            parameter.grad = result
 
     def sync_buffers(self) -> None:
         """Broadcasts the buffers of the first contributor, if DDP broadcasts buffers and rank 0 contributes nothing."""

@@ -9,7 +9,8 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +247,22 @@ def bring_back() -> None:
     dist.group.WORLD, _hidden_group = _hidden_group, None
     if of_stage is not None:
         _destroy(of_stage)
+
+
+@contextmanager
+def replaced_by_local_group() -> Generator[None, None, None]:
+    """Replaces the default group, if there is one, by a gloo group of this rank alone, as long as the block runs."""
+    if not set_aside():
+        yield
+        return
+    excepthook = sys.excepthook
+    try:
+        with restrict_gloo(is_one_host=True):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = excepthook
+        yield
+    finally:
+        bring_back()
 
 
 def stop() -> None:
