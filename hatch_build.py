@@ -1,16 +1,16 @@
-"""Creates the contents of a wheel that are not under version control.
+"""Creates the files of a wheel that are not under version control.
 
-``lightning_strategies_ext/pytorch_lightning``: the mirror for ``pytorch_lightning``. The two packages of Lightning have
-the same code under different names. Each module that imports ``lightning``, or imports a module that does, is written
-again with the other names. Every other module exists once. Builds and installations run this hook, also editable ones;
-after a change to the sources, run ``python hatch_build.py``.
+``lightning_strategies_ext/pytorch_lightning``: the mirror for ``pytorch_lightning``. The packages ``lightning`` and
+``pytorch_lightning`` have the same code under different names. The hook copies each module that imports ``lightning``,
+directly or through another module, and replaces the names in the copy. All other modules exist once. The hook runs in
+builds and in installations, including editable ones. Run ``python hatch_build.py`` after a change to the sources.
 
-``lightning_strategies_ext/shm/all_reduce.so``: the native library, if the wheel is for one architecture.
-``LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH``, an environment variable, names it: ``x86_64`` or ``aarch64``. Without the
-variable, the wheel is for all architectures, and the library is compiled at first use.
+``lightning_strategies_ext/shm/all_reduce.so``: the native library, if the wheel is for one architecture. The variable
+``LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH`` of the environment selects it: ``x86_64`` or ``aarch64``. Without the variable,
+the wheel is for all architectures, and the library is compiled at first use.
 
-Metadata: ``LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL`` is the URL of the repository, which no file contains. With it, the
-metadata have URLs, and the links of the README are absolute.
+Metadata: the environment variable ``LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL`` is the URL of the repository. If it is
+set, the metadata contain URLs, and the links of the README are absolute. No file of the repository contains the URL.
 """
 
 import ast
@@ -29,7 +29,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 PACKAGE = "lightning_strategies_ext"
 MIRROR = f"{PACKAGE}.pytorch_lightning"
 _OTHER_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
-#: They offer what other modules define, and would be counted among those.
+#: Packages that only re-export names. Their imports do not decide which modules are mirrored.
 _EXPORTING_PACKAGES = (PACKAGE, f"{PACKAGE}.fabric")
 #: Environment variable with the architecture of the wheel.
 ARCH_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_ARCH"
@@ -37,22 +37,22 @@ _MACHINES = ("x86_64", "aarch64")
 #: Environment variable with the URL of the repository.
 REPOSITORY_URL_VARIABLE = "LIGHTNING_STRATEGIES_EXT_REPOSITORY_URL"
 _PAGES = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
-#: The oldest C library of GNU that the compiled part runs with, as compilers and as tags of wheels write it.
+#: Oldest glibc version that the native library supports.
 _GLIBC = (2, 17)
 
 
 class WheelContents(BuildHookInterface[Any]):
-    """What hatchling calls before and after it builds a wheel."""
+    """Build hook: adds the mirror and the native library to a wheel."""
 
     PLUGIN_NAME = "custom"
     _made: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Writes the modules, and has the wheel take them though version control does not; compiles the library."""
+        """Writes the mirror, compiles the native library, and adds both to the wheel."""
         root = Path(self.root)
         write(root, root)
         build_data["artifacts"].append(f"/{MIRROR.replace('.', '/')}/**/*.py")
-        # A copy in editable installs too, which otherwise only say where the checkout is.
+        # Editable installs need a copy of the module, too: they otherwise contain only the path of the checkout.
         included = "force_include_editable" if version == "editable" else "force_include"
         build_data[included][str(root / PACKAGE / "autoload.py")] = f"{PACKAGE}_autoload.py"
         machine = os.environ.get(ARCH_VARIABLE)
@@ -65,18 +65,18 @@ class WheelContents(BuildHookInterface[Any]):
             build_data["pure_python"] = False
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Removes the library, which the wheel has now."""
+        """Removes the temporary copy of the native library."""
         if self._made is not None:
             self._made.cleanup()
 
 
 class Metadata(MetadataHookInterface):
-    """What hatchling calls for what ``pyproject.toml`` leaves open."""
+    """Metadata hook: sets the dynamic fields of ``pyproject.toml``."""
 
     PLUGIN_NAME = "custom"
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Says what the README is, and where the project is if that is known."""
+        """Sets the text of the README, and the URLs of the project if the URL of the repository is set."""
         text = Path(self.root, "README.md").read_text()
         address = os.environ.get(REPOSITORY_URL_VARIABLE, "").rstrip("/")
         metadata["urls"] = {}
@@ -89,15 +89,15 @@ class Metadata(MetadataHookInterface):
 
 
 def compile_for(machine: str, compiler: Path, into: Path) -> None:
-    """Compiles the library for a kind of machine, on any kind, with the compiler of the package ``ziglang``.
+    """Cross-compiles the native library with the compiler of the package ``ziglang``.
 
     Args:
-        machine: As ``uname -m`` names it.
-        compiler: Our module that calls compilers.
-        into: The file to make.
+        machine: Target architecture, as ``uname -m`` prints it.
+        compiler: Path of the module ``shm/compiler.py``.
+        into: Path of the library to create.
 
     Raises:
-        ValueError: If wheels are not built for such machines.
+        ValueError: If wheels are not built for this architecture.
     """
     if machine not in _MACHINES:
         raise ValueError(f"{ARCH_VARIABLE}={machine!r}: wheels are built for {' and '.join(_MACHINES)}")
@@ -107,11 +107,11 @@ def compile_for(machine: str, compiler: Path, into: Path) -> None:
 
 
 def write(root: Path, target: Path) -> None:
-    """Writes the modules for ``pytorch_lightning`` in place of those that are there and differ.
+    """Writes the mirror; leaves files that are up to date unchanged, and removes outdated files.
 
     Args:
-        root: The directory that has the package.
-        target: The same, or another one to write to.
+        root: Directory that contains the package.
+        target: Directory to write to, usually ``root``.
     """
     directory = target / MIRROR.replace(".", "/")
     texts = twins(root)
@@ -120,13 +120,13 @@ def write(root: Path, target: Path) -> None:
             path.unlink()
     for name, text in texts.items():
         path = directory / name
-        if not path.exists() or path.read_text() != text:  # a process may be importing them
+        if not path.exists() or path.read_text() != text:  # a running process may be importing the file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
 
 def twins(root: Path) -> dict[Path, str]:
-    """The modules for ``pytorch_lightning``, by their paths within the package for it."""
+    """Returns the source texts of the mirror, by path relative to the mirror's package."""
     modules = modules_of(root)
     names = knowing_lightning(modules)
     texts = {}
@@ -141,12 +141,12 @@ def twins(root: Path) -> dict[Path, str]:
 
 
 def rewritten(text: str, names: set[str], modules: set[str]) -> str:
-    """A source with the names of ``pytorch_lightning`` in it.
+    """Returns a source text in which the names of ``lightning`` are replaced by those of ``pytorch_lightning``.
 
     Args:
-        text: The source.
-        names: The modules of ours that are there for it.
-        modules: All of ours.
+        text: The source text.
+        names: Names of the package's modules that have a mirror.
+        modules: Names of all modules of the package.
     """
 
     def module(match: re.Match[str]) -> str:
@@ -175,7 +175,7 @@ def rewritten(text: str, names: set[str], modules: set[str]) -> str:
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Our modules for ``lightning`` and for none, with their files."""
+    """Returns the package's modules outside of the mirror: paths by module name."""
     modules = {}
     for path in (root / PACKAGE).rglob("*.py"):
         name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -185,7 +185,7 @@ def modules_of(root: Path) -> dict[str, Path]:
 
 
 def knowing_lightning(modules: dict[str, Path]) -> set[str]:
-    """The modules that import Lightning, or one of ours that does, and the packages that offer what is in them."""
+    """Returns the modules that import Lightning, directly or indirectly, and the packages that re-export them."""
     imported = {
         name: imported_by(path.read_text(), modules)
         for name, path in modules.items()
@@ -198,7 +198,7 @@ def knowing_lightning(modules: dict[str, Path]) -> set[str]:
 
 
 def imported_by(text: str, modules: Container[str]) -> set[str]:
-    """The modules that a source imports, other than for types."""
+    """Returns the names of the modules that a source text imports, except under ``TYPE_CHECKING``."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

@@ -1,8 +1,8 @@
-"""The corners of the versions that pyproject.toml declares, one session each; ``make matrix`` runs them.
+"""Tests the oldest and newest versions that pyproject.toml declares, one session per combination: ``make matrix``.
 
-Each session makes an environment of its own, builds Horovod, runs the whole test suite, writes its part of
-``docs/versions.md`` and removes the environment, which takes up to 8 GB with the CUDA packages that torch brings along.
-The wheel has a session for each extra, which ``make matrix CORNERS=wheel`` runs after ``make dist``.
+Each session creates an environment, builds Horovod, runs the whole test suite, and writes its row of
+``docs/versions.md``. It then removes the environment, which takes up to 8 GB with torch's CUDA packages. The wheel has
+one session per extra: run ``make dist``, then ``make matrix CORNERS=wheel``.
 """
 
 import os
@@ -21,7 +21,7 @@ from nox.command import CommandFailed
 
 
 class Corner(NamedTuple):
-    """Versions that are tested together: an interpreter, by version or by name, and what pip is asked for."""
+    """Versions that are tested together: a Python interpreter, by version or name, and requirements for pip."""
 
     python: str
     torch: str
@@ -39,9 +39,9 @@ CORNERS = {
     "py313": Corner("3.13", "torch", LIGHTNING),
     "other_name": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), PYTORCH_LIGHTNING),
 }
-# An index that has a smaller torch than PyPI's, such as CPU builds.
+# Package index with smaller builds of torch than PyPI, for example CPU builds.
 TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
-# Leaves environments in place, to look at what has failed in them.
+# Keeps the environments for an inspection of failures.
 IS_KEEPING = bool(os.environ.get("MATRIX_KEEP"))
 HOROVOD_OPTIONS = os.environ.get("HOROVOD_OPTIONS", "--mpi").split()
 
@@ -49,13 +49,13 @@ nox.options.default_venv_backend = "venv"
 
 
 def find_python(wanted: str) -> str | None:
-    """The interpreter of a version: one on the path, or one of pyenv's, which are on the path only where chosen."""
+    """Returns the interpreter of a version, from PATH or from pyenv; None if neither has one."""
     candidates = [wanted]
     if wanted[0].isdigit():
         root = os.environ.get("PYENV_ROOT") or _output("pyenv", "root")
         among_pyenvs = sorted(glob(f"{root}/versions/{wanted}.*/bin/python{wanted}")) if root else []
         candidates = [f"python{wanted}", *reversed(among_pyenvs)]
-    # pyenv also puts programs on the path that find nothing to start, so each is asked where it is.
+    # Some of pyenv's launchers on PATH have no interpreter to start, so each candidate is executed.
     found = (_output(candidate, "-c", "import sys; print(sys.executable)") for candidate in candidates)
     return next(filter(None, found), None)
 
@@ -68,10 +68,10 @@ def _output(*command: str) -> str | None:
 
 
 def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
-    """Installs, builds Horovod, tests, and says in the table how that went; with arguments, it tests only these."""
+    """Installs the versions, builds Horovod, runs all tests or those of the arguments, and records the results."""
     if not session.python:
         write_row(session, name, "--problem", f"no Python {corner.python} was found")
-        session.error(f"There is no Python {corner.python} on the path, nor among pyenv's.")
+        session.error(f"Python {corner.python} was found neither on PATH nor in pyenv.")
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
         report, horovod_log = Path(directory, "report.xml"), Path(directory, "horovod.log")
         findings, problem = ["--report", str(report)], "pip could not install the corner"
@@ -111,8 +111,8 @@ def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
 
 
 def install(session: nox.Session, corner: Corner) -> None:
-    """Installs the corner's torch and Lightning, and the package with what its tests need."""
-    # What pip would keep of several versions of torch and CUDA fills a disk.
+    """Installs the corner's torch and Lightning, and the package with its test dependencies."""
+    # pip's cache of several versions of torch and CUDA would fill the disk.
     session.env["PIP_NO_CACHE_DIR"] = os.environ.get("PIP_NO_CACHE_DIR", "1")
     if TORCH_INDEX:
         session.install(corner.torch, "--index-url", TORCH_INDEX)
@@ -120,7 +120,7 @@ def install(session: nox.Session, corner: Corner) -> None:
 
 
 def build_horovod(session: nox.Session, log: Path) -> bool:
-    """Whether Horovod works now; if not, the tests that need none still say what they can."""
+    """Builds Horovod; returns whether that succeeded. Without Horovod, the session skips the tests that need it."""
     command = ("python", "-m", "lightning_strategies_ext", "install-horovod", *HOROVOD_OPTIONS)
     try:
         with log.open("w") as output:
@@ -132,7 +132,7 @@ def build_horovod(session: nox.Session, log: Path) -> bool:
 
 
 def write_row(session: nox.Session, name: str, *findings: str) -> None:
-    """Lets the corner's interpreter, or that of nox where there is none, write what was found."""
+    """Records results with the corner's interpreter, or with nox's interpreter if the corner has none."""
     python = "python" if session.python else sys.executable
     session.run(python, "-m", "docs.versions_table", name, *findings, external=True)
 
@@ -142,7 +142,7 @@ def write_row(session: nox.Session, name: str, *findings: str) -> None:
     "extra", ["", "lightning", "pytorch-lightning", "horovod-build", "examples", "bench", "docs", "dist", "dev"]
 )
 def wheel(session: nox.Session, extra: str) -> None:
-    """The wheel in dist/ for this machine, in an environment that has it and one extra, away from the checkout."""
+    """Tests this machine's wheel from dist/ with one extra, in a new environment outside of the checkout."""
     (path,) = Path("dist").resolve().glob(f"*_{platform.machine()}.whl")
     check = Path("tests", "wheel_check.py").resolve()
     try:

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.plots import draw_plot
 from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
-    Curves,
     Spread,
-    draw_curves,
     of_slowest_rank,
     paired_ratio,
     print_goals,
@@ -231,9 +230,8 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return goals
 
 
-def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], directory: Path) -> None:
-    """Prints the tables and draws the plot."""
-    kinds = {"us_per_call": "microseconds per call", "bus_gb_per_s": "bus bandwidth, GB/s"}
+def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> None:
+    """Prints the tables."""
     names = list(summaries[0]["us_per_call"])
     print_table(
         "All-reduce by message size, microseconds per call: median [quartiles]",
@@ -254,23 +252,6 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
         " bandwidth of the copy.",
     )
     print_goals(goals)
-    by_ranks: dict[int, list[dict[str, Any]]] = {}
-    for summary in summaries:
-        by_ranks.setdefault(summary["num_ranks"], []).append(summary)
-    rows = [
-        [
-            Curves(
-                f"{num_ranks} ranks",
-                "bytes",
-                words,
-                [one["num_bytes"] for one in ones],
-                {name: [Spread(**one[kind][name]) for one in ones] for name in names},
-            )
-            for num_ranks, ones in by_ranks.items()
-        ]
-        for kind, words in kinds.items()
-    ]
-    draw_curves(directory, "message_sizes", "All-reduce by message size, CPU ranks of one host", rows)
 
 
 def three_digits(spread: Spread) -> str:
@@ -293,9 +274,9 @@ def run(numbers_of_ranks: list[int], rounds: int, directory: Path) -> None:
         summaries += [summarize(num_ranks, size, us[size]) for size in SIZES]
         print(f"measured {num_ranks} ranks", file=sys.stderr, flush=True)
     goals = compare_with_goals(summaries)
-    present(summaries, goals, directory)
+    present(summaries, goals)
     settings = {"rounds": rounds, "block_s": BLOCK_S, "rounds_s": ROUNDS_S, "fewest_rounds": FEWEST_ROUNDS}
-    write_json(directory, "message_sizes", {"settings": settings, "goals": goals, "results": summaries})
+    draw_plot(write_json(directory, "message_sizes", {"settings": settings, "goals": goals, "results": summaries}))
 
 
 def of_slowest_rank_by_size(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:

@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,11 +37,10 @@ import torch.distributed as dist
 
 from benchmarks import against, all_reduce_sizes
 from benchmarks.contenders import silence_lightning
+from benchmarks.plots import draw_plot
 from benchmarks.rank_launcher import join, run_ranks
 from benchmarks.report import (
-    Panel,
     Spread,
-    draw,
     of_slowest_rank,
     paired_ratio,
     parse,
@@ -170,8 +168,8 @@ def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list
     }
 
 
-def present(summaries: list[dict[str, Any]], directory: Path) -> None:
-    """Prints the table and draws the plot."""
+def present(summaries: list[dict[str, Any]]) -> None:
+    """Prints the table."""
     names, ratios = list(summaries[0]["us_per_call"]), list(summaries[0]["ratios"])
     rows = [
         [
@@ -186,26 +184,6 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
         ["operation", *names, *ratios],
         rows,
         caption="A ratio above 1 means that ours is faster.",
-    )
-    labels = [summary["operation"] for summary in summaries]
-    times = {name: [Spread(**summary["us_per_call"][name]) for summary in summaries] for name in names}
-    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries] for ratio in ratios}
-    draw(
-        directory,
-        "collectives",
-        "Collectives, 2 CPU ranks",
-        [
-            Panel("microseconds per call", labels, times, is_logarithmic=True),
-            Panel(
-                "ratio of times",
-                labels,
-                factors,
-                line_at=1,
-                line_label="equal",
-                is_logarithmic=True,
-                colors=("tab:orange", "tab:green"),
-            ),
-        ],
     )
 
 
@@ -234,8 +212,8 @@ def compare_operations(arguments: argparse.Namespace) -> None:
     per_rank = run_ranks(measure, arguments.peer, arguments.rounds, arguments.calls, arguments.gap_us)
     summaries = [summarize(operation, arguments.peer, per_rank) for operation in OPERATIONS]
     settings = {name: getattr(arguments, name) for name in ("peer", "rounds", "calls", "gap_us")}
-    present(summaries, arguments.output)
-    write_json(arguments.output, "collectives", {"settings": settings, "results": summaries})
+    present(summaries)
+    draw_plot(write_json(arguments.output, "collectives", {"settings": settings, "results": summaries}))
 
 
 def main() -> None:

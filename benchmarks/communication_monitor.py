@@ -28,12 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import Case, Length, silence_lightning, train_in_rounds, train_over, train_with_lightning
+from benchmarks.plots import draw_plot
 from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
     DEFAULT_OUTPUT,
-    Panel,
     Spread,
-    draw,
     of_slowest_rank,
     paired_ratio,
     print_goals,
@@ -162,8 +161,8 @@ def summarize(case: Case, ms: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def present(summaries: list[dict[str, Any]], directory: Path) -> list[dict[str, Any]]:
-    """Prints the tables and draws the plot; returns the goals with the reached values."""
+def present(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prints the tables; returns the goals with the reached values."""
     labels = [summary["case"] for summary in summaries]
     names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
@@ -185,13 +184,6 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> list[dict[str, 
         for label, spread in zip(labels, factors[f"{MONITORED}/{PLAIN}"], strict=True)
     ]
     print_goals(goals)
-    draw(
-        *(directory, "monitor", "Training step with and without a CommunicationMonitor, 2 CPU ranks"),
-        [
-            Panel("ms per step", labels, times, is_logarithmic=True),
-            Panel("ratio of times", labels, factors, line_at=AT_MOST, line_label="2 % more"),
-        ],
-    )
     return goals
 
 
@@ -221,16 +213,15 @@ def main() -> None:
             for case, own in zip(cases, steps, strict=True)
         ],
     )
-    goals = present(summaries, arguments.output)
+    goals = present(summaries)
     settings = {
         "rounds": arguments.rounds,
         "warmup": length.warmup,
         "steps": length.steps,
         "every_n_steps": EVERY_N_STEPS,
     }
-    write_json(
-        arguments.output, "monitor", {"settings": settings, "goals": goals, "steps_us": steps, "results": summaries}
-    )
+    payload = {"settings": settings, "goals": goals, "steps_us": steps, "results": summaries}
+    draw_plot(write_json(arguments.output, "monitor", payload))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Panel, Spread, draw, parse, print_table, write_json
+from benchmarks.plots import draw_plot
+from benchmarks.report import Spread, parse, print_table, write_json
 
 BUDGET_MS = 5.0
 
@@ -123,8 +123,8 @@ def summarize(samples: dict[str, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def present(summaries: list[dict[str, Any]], directory: Path) -> None:
-    """Prints the table and draws the plot."""
+def present(summaries: list[dict[str, Any]]) -> None:
+    """Prints the table."""
     spreads = {summary["part"]: Spread(**summary["ms"]) for summary in summaries}
     rows = [
         [PARTS[part], spread.text(), f"{spread.maximum:.2f}", f"{BUDGET_MS:.0f}" if part == "hook" else ""]
@@ -138,9 +138,6 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
         caption=f"The hook takes {hook:.2f} ms, {'within' if hook <= BUDGET_MS else 'OVER'} the budget of"
         f" {BUDGET_MS:.0f} ms. torch searches for entry points whether or not this package is installed.",
     )
-    panel = Panel("ms", list(PARTS.values()), {"median, quartiles": [spreads[part] for part in PARTS]})
-    panel.line_at, panel.line_label = BUDGET_MS, "budget of the hook"
-    draw(directory, "discovery", "Cost of the installation", [panel])
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -157,9 +154,9 @@ def main() -> None:
     """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     summaries = summarize(measure(arguments.interpreters))
-    present(summaries, arguments.output)
+    present(summaries)
     settings = {"interpreters": arguments.interpreters}
-    write_json(arguments.output, "discovery", {"settings": settings, "results": summaries})
+    draw_plot(write_json(arguments.output, "discovery", {"settings": settings, "results": summaries}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +49,8 @@ from benchmarks.contenders import (
     train_in_turn,
     train_with_lightning,
 )
-from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, write_json
+from benchmarks.plots import draw_plot
+from benchmarks.report import Spread, paired_ratio, parse, print_table, write_json
 from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 
 OURS = "dp_ext"
@@ -152,9 +152,8 @@ def measure(arena: Arena, case: Case, rounds: int, length: Length) -> dict[str, 
     }
 
 
-def present(summaries: list[dict[str, Any]], directory: Path) -> None:
-    """Prints a table per kind of device and draws the plot."""
-    panels = []
+def present(summaries: list[dict[str, Any]]) -> None:
+    """Prints two tables per kind of device."""
     for arena in dict.fromkeys(summary["arena"] for summary in summaries):
         here = [summary for summary in summaries if summary["arena"] == arena]
         labels = [summary["case"] for summary in here]
@@ -162,17 +161,6 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
             {name: [Spread(**summary[kind][name]) for summary in here] for name in here[0][kind]}
             for kind in ("ms_per_step", "ratios")
         )
-        panels += [
-            Panel(f"{arena}: ms per step", labels, times, is_logarithmic=True),
-            Panel(
-                f"{arena}: time over the single device's",
-                labels,
-                ratios,
-                line_at=1,
-                line_label=SINGLE,
-                colors=("tab:orange", "tab:green", "tab:red"),  # as in the other panel
-            ),
-        ]
         # Two tables, because one table would be wider than a terminal.
         columns = {"ms per training step": times, "time over the single device's": ratios}
         for title, spreads in columns.items():
@@ -184,7 +172,6 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
             )
     for line in [*what_is_missing(), *what_was_disturbed(summaries)]:
         print(line)
-    draw(directory, "dp", "dp_ext: a training step with replicas in one process", panels)
 
 
 def what_was_disturbed(summaries: list[dict[str, Any]]) -> list[str]:
@@ -240,7 +227,7 @@ def main() -> None:
         Case(CHANNELS, is_convolutional=True, batch_size=BATCH_SIZE),
     ]
     summaries = [measure(arena, case, arguments.rounds, length) for arena in arenas() for case in cases]
-    present(summaries, arguments.output)
+    present(summaries)
     settings = {
         "rounds": arguments.rounds,
         "warmup": length.warmup,
@@ -250,7 +237,7 @@ def main() -> None:
         "gpus": gpu_names(),
     }
     doubts = {"not_measured": what_is_missing(), "not_to_be_used": what_was_disturbed(summaries)}
-    write_json(arguments.output, "dp", {"settings": settings, **doubts, "results": summaries})
+    draw_plot(write_json(arguments.output, "dp", {"settings": settings, **doubts, "results": summaries}))
 
 
 if __name__ == "__main__":

@@ -26,16 +26,14 @@ ranks of ours.
 import argparse
 import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Case, Length
 from benchmarks.horovod_elastic import measure_elastic
 from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
+from benchmarks.plots import draw_plot
 from benchmarks.report import (
-    Panel,
     Spread,
-    draw,
     of_slowest_rank,
     paired_ratio,
     parse,
@@ -128,8 +126,8 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [dict(zip(("goal", "case", "wanted", "reached", "is_met"), row, strict=True)) for row in rows]
 
 
-def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], directory: Path) -> None:
-    """Prints the tables and draws the plot."""
+def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> None:
+    """Prints the tables."""
     names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
     labels = [summary["case"] for summary in summaries]
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
@@ -154,22 +152,6 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
         caption=f"A ratio below 1 means that {OURS} is faster.",
     )
     print_goals(goals)
-    draw(
-        directory,
-        "horovod",
-        "Training step on Horovod, 2 CPU ranks",
-        [
-            Panel("ms per step", labels, times, is_logarithmic=True),
-            Panel(
-                f"{OURS}'s time over",
-                labels,
-                {name.partition("/")[2]: spreads for name, spreads in factors.items()},
-                line_at=1,
-                line_label="equal",
-                colors=("tab:orange", "tab:green", "tab:red"),
-            ),
-        ],
-    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -205,9 +187,9 @@ def main() -> None:
     if not summaries:
         sys.exit(1)
     goals = compare_with_goals(summaries)
-    present(summaries, goals, arguments.output)
+    present(summaries, goals)
     settings = {"turns": arguments.turns, "rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
-    write_json(arguments.output, "horovod", {"settings": settings, "goals": goals, "results": summaries})
+    draw_plot(write_json(arguments.output, "horovod", {"settings": settings, "goals": goals, "results": summaries}))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ from typing import Any
 from benchmarks import network_namespaces
 from benchmarks.horovod_commands import RENDEZVOUS
 from benchmarks.multi_host_rank import CONTENDERS, HOROVOD, Job
+from benchmarks.plots import draw_plot
 from benchmarks.report import (
     DEFAULT_OUTPUT,
-    Panel,
     Spread,
-    draw,
-    environment,
     paired_ratio,
     print_goals,
     print_table,
@@ -158,7 +156,7 @@ def goals_of(job: Job, rate: float, measured: Measured) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures, prints the tables, and writes the JSON files."""
+    """Measures, prints the tables, writes the JSON file, and draws the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[1000], help="megabits per second; 0 for no limit")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
@@ -189,19 +187,8 @@ def main() -> None:
         goals += goals_of(job, rate, measured)
     if goals:
         print_goals(goals)
-    write_json(asked.output, asked.name, {"shape": shape, "results": results, "goals": goals})
-    panels = [
-        Panel(
-            label,
-            list(measured),
-            {"ms per step": [Spread.of([one["step_ms"] for one in seen]) for seen in measured.values()]},
-            is_logarithmic=True,
-        )
-        for label, measured in results.items()
-    ]
-    draw(
-        asked.output, asked.name, f"Milliseconds per training step over a slow network ({environment()['cpu']})", panels
-    )
+    file = write_json(asked.output, asked.name, {"shape": shape, "results": results, "goals": goals})
+    draw_plot(file, kind="hosts")
 
 
 if __name__ == "__main__":

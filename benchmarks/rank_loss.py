@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import against
+from benchmarks.plots import draw_plot
 from benchmarks.rank_loss_runs import HAS_TORCHFT, run
 from benchmarks.rank_loss_training import CONTENDERS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_goals, print_table, rotated, write_json
+from benchmarks.report import DEFAULT_OUTPUT, Spread, print_goals, print_table, rotated, write_json
 from benchmarks.turns import Part, Row
 
 DEFAULT_INTERVAL = 100
@@ -153,18 +154,8 @@ def write(output: Path, summary: dict[str, dict[str, Spread]], millions: int, se
     """Writes the JSON file and draws the plot."""
     name = f"lost_rank_{millions}m"
     results = {name: {figure: vars(spread) for figure, spread in found.items()} for name, found in summary.items()}
-    write_json(output, name, {"settings": settings, "results": results, "goals": goals(summary, millions)})
-    labels = [name for name in summary if name != PLAIN]
-    series = {
-        "to the next step": [summary[name]["next_s"] for name in labels],
-        "to where it was": [summary[name]["back_s"] for name in labels],
-    }
-    over_plain = {"a step": [summary[name]["over_plain"] for name in labels]}
-    panels = [
-        Panel("seconds from the kill", labels, series, is_logarithmic=True),
-        Panel("at the default interval, over plain torch", labels, over_plain, line_at=1.0),
-    ]
-    draw(output, name, f"One of two ranks is killed, {millions} M parameters", panels)
+    file = write_json(output, name, {"settings": settings, "results": results, "goals": goals(summary, millions)})
+    draw_plot(file)
 
 
 def version_of_torchft() -> str:

@@ -1,4 +1,4 @@
-"""Results of benchmarks: paired statistics, the environment, tables, JSON, and plots.
+"""Results of benchmarks: paired statistics, the environment, tables, and JSON files.
 
 Contenders alternate, round by round, so a machine that is slower for a while slows all of them. Ratios are therefore
 computed within each round, and their median over rounds is reported. The ratio of two medians would depend on the load
@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +29,6 @@ DEFAULT_OUTPUT = Path("benchmarks", "results")
 QUICK_OUTPUT = DEFAULT_OUTPUT / "quick"
 #: Number of runnable processes on this host before the benchmark starts its own; they increase the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 @dataclass(frozen=True)
@@ -164,122 +163,3 @@ def write_json(directory: Path, name: str, payload: dict[str, Any]) -> Path:
     file = directory / f"{name}.json"
     file.write_text(json.dumps({"benchmark": name, "environment": environment(), **payload}, indent=1) + "\n")
     return file
-
-
-@dataclass
-class Panel:
-    """One plot of a figure: for every label, a point with its spread from each series.
-
-    Attributes:
-        axis: Label of the axis, with the unit.
-        labels: Labels of the rows, from top to bottom.
-        series: Name → one spread per label.
-        line_at: Position of a line that shows equality or a budget; None for no line.
-        line_label: Label of the line.
-        is_logarithmic: Whether the axis is logarithmic.
-    """
-
-    axis: str
-    labels: Sequence[str]
-    series: dict[str, Sequence[Spread]]
-    line_at: float | None = None
-    line_label: str = ""
-    is_logarithmic: bool = False
-    colors: Sequence[str] = field(default=COLORS)
-
-
-def draw(directory: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
-    """Draws the panels side by side into ``<directory>/<name>.png``: medians, and lines from quartile to quartile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    height = 1.6 + 0.14 * max(len(panel.labels) * (len(panel.series) + 1) for panel in panels)
-    figure, all_axes = pyplot.subplots(
-        1, len(panels), figsize=(5.2 * len(panels) + 1.5, height), squeeze=False, layout="constrained"
-    )
-    for axes, panel in zip(all_axes[0], panels, strict=True):
-        draw_panel(axes, panel)
-    figure.suptitle(title)
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{name}.png"
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-    return file
-
-
-@dataclass
-class Curves:
-    """One plot of a figure of curves, both axes logarithmic: medians, and bands from quartile to quartile.
-
-    Attributes:
-        title: Title of the plot.
-        x_axis: Label of the x axis, with the unit.
-        y_axis: Label of the y axis, with the unit.
-        x: Positions of the points.
-        series: Name → one spread per point.
-    """
-
-    title: str
-    x_axis: str
-    y_axis: str
-    x: Sequence[float]
-    series: dict[str, Sequence[Spread]]
-
-
-def draw_curves(directory: Path, name: str, title: str, rows: Sequence[Sequence[Curves]]) -> Path:
-    """Draws rows of plots, with equally many plots in each row, into ``<directory>/<name>.png``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, all_axes = pyplot.subplots(
-        len(rows), len(rows[0]), figsize=(4.6 * len(rows[0]) + 1, 3.6 * len(rows) + 0.6), squeeze=False, sharey="row"
-    )
-    for row_of_axes, row in zip(all_axes, rows, strict=True):
-        for axes, curves in zip(row_of_axes, row, strict=True):
-            for (label, spreads), color in zip(curves.series.items(), COLORS, strict=False):
-                axes.plot(curves.x, [spread.median for spread in spreads], "o-", color=color, markersize=3, label=label)
-                quartiles = [[getattr(one, end) for one in spreads] for end in ("lower_quartile", "upper_quartile")]
-                axes.fill_between(curves.x, *quartiles, color=color, alpha=0.2, linewidth=0)
-            axes.set(xscale="log", yscale="log", xlabel=curves.x_axis, ylabel=curves.y_axis, title=curves.title)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small", frameon=False)
-    figure.suptitle(title)
-    figure.set_layout_engine("constrained")
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{name}.png"
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-    return file
-
-
-def draw_panel(axes: Any, panel: Panel) -> None:
-    """Draws one panel on matplotlib axes."""
-    step = 0.7 / len(panel.series)
-    for index, (name, spreads) in enumerate(panel.series.items()):
-        rows = [row + (index - (len(panel.series) - 1) / 2) * step for row in range(len(panel.labels))]
-        medians = [spread.median for spread in spreads]
-        below = [spread.median - spread.lower_quartile for spread in spreads]
-        above = [spread.upper_quartile - spread.median for spread in spreads]
-        color = panel.colors[index % len(panel.colors)]
-        axes.errorbar(medians, rows, xerr=[below, above], fmt="o", color=color, markersize=5, capsize=3, label=name)
-    if panel.line_at is not None:
-        axes.axvline(panel.line_at, color="black", linestyle="--", linewidth=1, label=panel.line_label or None)
-    if panel.is_logarithmic:
-        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-        axes.set_xscale("log")
-        left, right = axes.get_xlim()
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 1000 * left else (1,)))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.set_xlim(left=0)
-    axes.set_yticks(range(len(panel.labels)), panel.labels)
-    axes.invert_yaxis()
-    axes.set_xlabel(panel.axis)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize="small", frameon=False)

@@ -31,6 +31,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.network_namespaces import NoHostsError
+from benchmarks.plots import draw_plot
 from benchmarks.report import environment, parse, write_json
 from benchmarks.scaling_costs import BF16, LOCALSGD, POWERSGD, Compressions, Training, thin_share
 from benchmarks.scaling_model import Computation, Link, halving_doubling, ring
@@ -39,7 +40,6 @@ from benchmarks.scaling_runs import Case, measure
 from benchmarks.scaling_tables import (
     choices,
     described,
-    draw,
     held_against,
     predictions,
     ranks_of,
@@ -146,10 +146,7 @@ def predict(arguments: argparse.Namespace) -> None:
         label: {"given": described(training), "predictions": predictions(training)}
         for label, training in trainings.items()
     }
-    write_json(arguments.output, "scaling_cluster", {"results": results, "choices": chosen})
-    about = f"{arguments.parameters:g} parameters, {arguments.compute_ms:g} ms of computation"
-    columns = [(label, training, True) for label, training in trainings.items()]
-    draw(arguments.output, "scaling_cluster", f"Predicted efficiency, {about}", columns)
+    draw_plot(write_json(arguments.output, "scaling_cluster", {"results": results, "choices": chosen}))
 
 
 def measure_all(arguments: argparse.Namespace, job: Job) -> list[Case]:
@@ -215,9 +212,7 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
             for case in cases
         ],
     }
-    write_json(arguments.output, "scaling", payload)
-    columns = [("overlapped", here, True), ("not overlapped", here, False)]
-    draw(arguments.output, "scaling", f"Predicted efficiency, {label}, {environment()['cpu']}", columns)
+    draw_plot(write_json(arguments.output, "scaling", payload))
 
 
 def main() -> None:

@@ -1,20 +1,15 @@
-"""Tables and plots of :mod:`benchmarks.scaling`: predictions, measurements, and recommendations."""
+"""Tables of :mod:`benchmarks.scaling`: predictions, measurements, and recommendations."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report import Curves, Spread, draw_curves, print_table
+from benchmarks.report import Spread, print_table
 from benchmarks.scaling_costs import (
-    BF16,
     EXCHANGES,
-    LOCALSGD,
     POWERSGD,
     RING,
-    TOPK,
-    TREE,
     TWO_LEVELS,
     Compressions,
     Training,
@@ -29,11 +24,6 @@ Choices = dict[str, list[tuple[str, float]]]
 LIMIT = 0.15
 #: Numbers of ranks for predictions, if they fill whole hosts.
 NUMBERS_OF_RANKS = tuple(2**power for power in range(1, 13))
-#: Plots of a figure, from top to bottom: title, exchanges.
-_PLOTS = (
-    ("whole gradients", (RING, TREE, TWO_LEVELS)),
-    ("less than that", (TWO_LEVELS, BF16, POWERSGD, TOPK, LOCALSGD)),
-)
 
 
 def held_against(case: Case, training: Training) -> list[dict[str, Any]]:
@@ -191,22 +181,6 @@ def show_choices(chosen: Choices, numbers: Sequence[int], enough: float) -> None
         ["network", *(f"{number} ranks" for number in numbers)],
         [[label, *(f"{name} {reached:.2f}" for name, reached in row)] for label, row in chosen.items()],
     )
-
-
-def draw(directory: Path, name: str, title: str, columns: Sequence[tuple[str, Training, bool]]) -> Path:
-    """Draws efficiency over ranks; each column is a training with its label, and whether exchanges overlap."""
-    rows = []
-    for words, exchanges in _PLOTS:
-        row = []
-        for label, training, overlaps in columns:
-            numbers = ranks_of(training)
-            series = {
-                exchange: [Spread.of([training.efficiency(exchange, n, overlaps=overlaps)]) for n in numbers]
-                for exchange in exchanges
-            }
-            row.append(Curves(f"{label}: {words}", "ranks", "efficiency", numbers, series))
-        rows.append(row)
-    return draw_curves(directory, name, title, rows)
 
 
 def described(training: Training) -> dict[str, Any]:

@@ -53,7 +53,8 @@ import psutil
 
 from benchmarks import against, spawn_ray
 from benchmarks.contenders import silence_lightning
-from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, rotated, write_json
+from benchmarks.plots import draw_plot
+from benchmarks.report import Spread, paired_ratio, parse, print_table, rotated, write_json
 from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
 from benchmarks.turns import Part, Row
 
@@ -248,8 +249,8 @@ def summarize_memory(case: Case, extra_mb: dict[str, list[float]]) -> dict[str, 
     }
 
 
-def present(summaries: list[dict[str, Any]], pair: Pair, directory: Path, name: str) -> None:
-    """Prints the tables and draws the plot."""
+def present(summaries: list[dict[str, Any]], pair: Pair) -> None:
+    """Prints the tables."""
     times = [summary for summary in summaries if "seconds" in summary]
     memory = [summary for summary in summaries if "extra_over_result" in summary]
     (ratio,) = times[0]["ratios"]
@@ -283,25 +284,6 @@ def present(summaries: list[dict[str, Any]], pair: Pair, directory: Path, name: 
                 in_words(memory_spreads[pair.ours][row].median < MEMORY_GOAL),
             ]
             for row, summary in enumerate(memory)
-        ],
-    )
-    labels = [summary["case"] for summary in times]
-    draw(
-        directory,
-        name,
-        "Spawned workers, 2 CPU ranks" if pair.ours == OURS else "Workers on Ray, 2 CPU ranks",
-        [
-            Panel("seconds", labels, time_spreads, is_logarithmic=True),
-            Panel(
-                f"time over {pair.ours}'s", labels, {ratio: ratios}, line_at=1, line_label="equal", is_logarithmic=True
-            ),
-            Panel(
-                "peak extra memory over size of result",
-                [summary["case"] for summary in memory],
-                memory_spreads,
-                line_at=MEMORY_GOAL,
-                line_label="goal",
-            ),
         ],
     )
 
@@ -358,9 +340,9 @@ def main() -> None:
             take_sample(Case("start"), name, pair.environment)
         summaries = [summary for case in cases for summary in measure(case, pair, arguments.rounds)]
     file_name = "spawn_ray" if arguments.ray else "spawn"
-    present(summaries, pair, arguments.output, file_name)
+    present(summaries, pair)
     settings = {"peer": pair.peer, "rounds": arguments.rounds, "sizes": arguments.sizes}
-    write_json(arguments.output, file_name, {"settings": settings, "results": summaries})
+    draw_plot(write_json(arguments.output, file_name, {"settings": settings, "results": summaries}))
 
 
 if __name__ == "__main__":

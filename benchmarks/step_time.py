@@ -56,11 +56,10 @@ from benchmarks.contenders import (
     train_over,
     train_with_lightning,
 )
+from benchmarks.plots import draw_plot
 from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import (
-    Panel,
     Spread,
-    draw,
     of_slowest_rank,
     paired_ratio,
     parse,
@@ -258,10 +257,8 @@ def ranks_in_words(accelerator: str, world_size: int) -> str:
     return f"{world_size} ranks on {name}" if world_size > 1 else f"1 rank, nothing exchanged, on {name}"
 
 
-def present(
-    summaries: list[dict[str, Any]], goals: list[dict[str, Any]], ranks: str, directory: Path, file_name: str
-) -> None:
-    """Prints the tables and draws the plot."""
+def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], ranks: str) -> None:
+    """Prints the tables."""
     names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
     labels = [summary["case"] for summary in summaries]
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
@@ -288,15 +285,6 @@ def present(
     )
     if goals:
         print_goals(goals)
-    draw(
-        directory,
-        file_name,
-        f"Training step, {ranks}",
-        [
-            Panel("ms per step", labels, times, is_logarithmic=True),
-            Panel("ratio of times", labels, factors, line_at=1, line_label="equal"),
-        ],
-    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -353,9 +341,9 @@ def main() -> None:
     if not is_cpu:
         settings.update(ranks=ranks, world_size=world_size)
     goals = compare_with_goals(summaries) if is_cpu else []  # the goals are for gloo and shm
-    present(summaries, goals, ranks, arguments.output, file_name)
+    present(summaries, goals, ranks)
     payload = {"settings": settings, "goals": goals, "growth": growth(summaries), "results": summaries}
-    write_json(arguments.output, file_name, payload)
+    draw_plot(write_json(arguments.output, file_name, payload))
 
 
 if __name__ == "__main__":

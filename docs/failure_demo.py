@@ -1,10 +1,10 @@
-"""Lets a training fail in the way that is asked for, so that one can read what a user reads then.
+"""Trains a model and injects the selected failure, to show the resulting error message or failure report.
 
     python docs/failure_demo.py raise                              # strategy="ddp_ext", two CPU ranks
     python docs/failure_demo.py kill --strategy ddp_spawn_ext
     horovodrun -np 2 python docs/failure_demo.py raise --strategy horovod_ext
 
-docs/failures.md shows what came of it. Each case is a function here, named as on the command line.
+docs/failures.md quotes the output. Each case is a function of this module with the name of the command-line argument.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lightning_strategies_ext as ext
 
-#: What happens, and when.
+#: Function that injects the failure; called before each training step.
 STEP, BAD_RANK = 10, 1
 
 
 class Net(pl.LightningModule):
-    """A linear layer, on one of whose ranks something happens before a step.
+    """A linear layer that injects a failure before a training step.
 
     Args:
-        misfortune: What.
+        misfortune: Function that injects the failure.
     """
 
     def __init__(self, misfortune: Callable[["Net"], None] | None = None) -> None:
@@ -40,38 +40,38 @@ class Net(pl.LightningModule):
         self.misfortune = misfortune
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Sums something up, so that there is a gradient."""
+        """Returns the mean of the output as a loss."""
         is_replica = self.trainer.num_devices > self.trainer.world_size
         if self.misfortune is not None and batch_idx == STEP and (self.global_rank == BAD_RANK or is_replica):
             self.misfortune(self)
         return self.layer(batch[0]).square().mean()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Twenty batches for two ranks."""
+        """Returns twenty batches for two ranks."""
         return DataLoader(self.data(), batch_size=8)
 
     def data(self) -> Dataset[Any]:
-        """Random numbers."""
+        """Returns random samples."""
         return TensorDataset(torch.randn(320, 8))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain gradient descent."""
+        """Returns an SGD optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Uneven(Net):
-    """The second rank has fewer batches."""
+    """A model whose ranks have different numbers of batches."""
 
     def data(self) -> Dataset[Any]:
-        """Twenty batches, or fifteen."""
+        """Returns twenty batches on rank 0 and fifteen on rank 1."""
         return TensorDataset(torch.randn(120 if self.global_rank == BAD_RANK else 160, 8))
 
 
 class LogsOnOneRank(Net):
-    """One rank takes part in a collective that the other does not know of."""
+    """A model of which only one rank calls a collective."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Asks the others for a value, on one rank only."""
+        """Calls a collective on one rank only."""
         if self.global_rank == BAD_RANK:
             self.log("loss", 1.0, sync_dist=True)
 
@@ -143,14 +143,14 @@ def mixed_up(strategy: str) -> None:
 
 
 def pickle(strategy: str) -> None:
-    """The module has what cannot be sent to a worker."""
+    """The module has an attribute that cannot be pickled for a worker."""
     model = Net()
     model.log_file = open(os.devnull)  # noqa: SIM115
     fit(strategy, model)
 
 
 def port(strategy: str) -> None:
-    """The port at which ranks of two hosts meet is taken."""
+    """The main port for the rendezvous of two hosts is in use."""
     if "LOCAL_RANK" not in os.environ:
         taken = socket.create_server(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
@@ -183,7 +183,7 @@ def more_devices(strategy: str) -> None:
 
 
 def shared_memory(strategy: str) -> None:
-    """There is no room in /dev/shm: each rank asks for more than any machine has."""
+    """/dev/shm is too small: each rank requests more memory than any machine has."""
     fit(ext.DDPStrategy(process_group_options=ext.ShmOptions(segment_num_bytes=1 << 50)), Net())
 
 
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="ddp_ext")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", ".*(does not have many workers|sync_dist).*")
-    if "elastic" not in arguments.strategy:  # which says what it does
+    if "elastic" not in arguments.strategy:  # the docstring of the case
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     cases[arguments.case](arguments.strategy)
 

@@ -1,10 +1,10 @@
-"""Takes pictures of pages of the built site with a headless browser, as wide as a desk's screen and as a phone's.
+"""Takes screenshots of the documentation site with a headless browser, at the widths of a desktop and a phone.
 
-    python docs/screenshots.py                         # five pages, 1280 and 390 pixels wide, into build/screenshots
-    python docs/screenshots.py --dark dp choose        # these pages, in dark colours
+    python docs/screenshots.py                         # twelve pages, 1280 and 390 pixels wide, into build/screenshots
+    python docs/screenshots.py --dark dp choose        # these pages, in the dark theme
 
-It fails where a page is wider than its window, so that a reader would have to scroll sideways. The browser is Debian's
-``chromium``, or what ``--chromium`` names. They talk through two pipes: no port is opened.
+The script fails if a page is wider than its window, because readers would have to scroll horizontally. The browser is
+Debian's ``chromium``, or the program given with ``--chromium``. The script controls it over two pipes, without a port.
 """
 
 import argparse
@@ -21,18 +21,31 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SITE, PICTURES = ROOT / "build" / "site", ROOT / "build" / "screenshots"
-PAGES = ("index", "choose", "ddp_spawn", "benchmarks", "troubleshooting")
+PAGES = (
+    "index",
+    "install",
+    "choose",
+    "ddp",
+    "ddp_spawn",
+    "agreement",
+    "metrics",
+    "failures",
+    "troubleshooting",
+    "faq",
+    "benchmarks",
+    "reference/pytorch",
+)
 WIDTHS = {1280: 900, 390: 844}
-#: Pictures end here: what is further down looks as what is above it.
+#: Maximum height of a screenshot, in pixels.
 MAX_HEIGHT = 12_000
 
 
 class Browser:
-    """A browser that is told over pipes what to do (the DevTools protocol).
+    """A browser that is controlled over pipes with the DevTools protocol.
 
     Args:
-        program: Its path.
-        home: An empty directory for what it keeps.
+        program: Path of the browser.
+        home: Empty directory for the browser's profile.
     """
 
     def __init__(self, program: str, home: str) -> None:
@@ -52,7 +65,7 @@ class Browser:
                 program,
                 [program, *options],
                 dict(os.environ),
-                # Where chromium looks for its pipes.
+                # File descriptors that chromium uses for --remote-debugging-pipe.
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, to_browser, 3),
                     (os.POSIX_SPAWN_DUP2, from_browser, 4),
@@ -69,10 +82,10 @@ class Browser:
         self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
     def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Tells it one thing and returns its answer.
+        """Sends a command to the browser and returns its result.
 
         Raises:
-            RuntimeError: If it cannot do that, or has ended.
+            RuntimeError: If the command fails, or the browser has exited.
         """
         self._number += 1
         session = {} if self._session is None else {"sessionId": self._session}
@@ -85,12 +98,12 @@ class Browser:
         return answer["result"]  # type: ignore[no-any-return]
 
     def wait_for(self, event: str) -> None:
-        """Returns when an event has come."""
+        """Waits for an event."""
         while self._receive().get("method") != event:
             pass
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the browser."""
         os.kill(self._pid, signal.SIGTERM)
         os.waitpid(self._pid, 0)
 
@@ -98,14 +111,14 @@ class Browser:
         while b"\0" not in self._rest:
             received = os.read(self._answers, 1 << 20)
             if not received:
-                raise RuntimeError(f"The browser has ended. It said:\n{self._log.read_text()}")
+                raise RuntimeError(f"The browser has exited. Its output:\n{self._log.read_text()}")
             self._rest += received
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)  # type: ignore[no-any-return]
 
 
 def _pipe() -> list[int]:
-    # Numbers 3 and 4 are the browser's.
+    # The browser uses file descriptors 3 and 4.
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:
@@ -114,7 +127,7 @@ def _pipe() -> list[int]:
 
 
 def take_picture(browser: Browser, page: Path, width: int, picture: Path) -> bool:
-    """Writes a picture of a page; returns whether the page is as wide as its window."""
+    """Saves a screenshot of a page; returns whether the page fits the width of its window."""
     browser(
         "Emulation.setDeviceMetricsOverride",
         width=width,
@@ -137,23 +150,23 @@ def take_picture(browser: Browser, page: Path, width: int, picture: Path) -> boo
 
 
 def main() -> int:
-    """Takes the pictures; returns 1 if a page does not fit its window."""
+    """Takes the screenshots; returns 1 if a page does not fit its window."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", default=PAGES, help="as in their addresses, without .html")
-    parser.add_argument("--dark", action="store_true", help="in dark colours")
+    parser.add_argument("pages", nargs="*", default=PAGES, help="paths of the pages in their URLs, without .html")
+    parser.add_argument("--dark", action="store_true", help="use the dark theme")
     parser.add_argument("--chromium", default="chromium", help="the browser")
     arguments = parser.parse_args()
     program = shutil.which(arguments.chromium)
     if program is None:
         print(
-            f"There is no browser {arguments.chromium!r} here. Install one (apt install chromium), or name yours:"
+            f"The browser {arguments.chromium!r} was not found. Install it (apt install chromium), or set its path:"
             " make docs-screenshots CHROMIUM=/path/to/chromium",
             file=sys.stderr,
         )
         return 2
     missing = [page for page in arguments.pages if not (SITE / f"{page}.html").exists()]
     if missing:
-        print(f"The site has no page {', '.join(missing)}. Say `make docs` first.", file=sys.stderr)
+        print(f"The site has no page {', '.join(missing)}. Run `make docs` first.", file=sys.stderr)
         return 2
     PICTURES.mkdir(parents=True, exist_ok=True)
     scheme = "dark" if arguments.dark else "light"

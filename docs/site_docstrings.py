@@ -11,8 +11,9 @@ _LITERAL = re.compile(
     r"^(?P<indent> *)(?P<intro>[^\n]*)::\n\n(?P<code>(?:(?P=indent)    [^\n]*(?:\n|$)|\n)+)", re.MULTILINE
 )
 
+_VARIADIC = (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword)
 
-#: What is not offered by the package itself and has a place in the reference.
+#: Modules whose names the package does not export, although the reference documents them.
 _FURTHER = {
     "Collectives": "lightning_strategies_ext.collectives.Collectives",
     "LocalCollectives": "lightning_strategies_ext.collectives.LocalCollectives",
@@ -21,10 +22,10 @@ _FURTHER = {
 
 
 class SphinxToMarkdown(griffe.Extension):
-    """Rewrites each docstring and each named default once, when the package has been read."""
+    """Rewrites all docstrings and named default values after the package has been parsed."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Rewrites the docstrings and the named defaults of a package."""
+        """Rewrites the docstrings and named default values of a package."""
         offered = {name: f"{pkg.path}.{name}" for name, member in pkg.members.items() if member.is_alias}
         if pkg.path == "lightning_strategies_ext":
             constants = pkg["arguments"].attributes
@@ -35,6 +36,9 @@ class SphinxToMarkdown(griffe.Extension):
         if item.docstring is not None:
             item.docstring.value = markdown_of(item.docstring.value, places)
         for parameter in getattr(item, "parameters", ()):
+            if parameter.kind in _VARIADIC:
+                parameter.default = None  # griffe has "{}" and "()" there, which a caller cannot write
+                continue
             parameter.default = values.get(str(parameter.default).rpartition(".")[2], parameter.default)
         for member in item.members.values():
             if not member.is_alias:
@@ -42,11 +46,11 @@ class SphinxToMarkdown(griffe.Extension):
 
 
 def markdown_of(docstring: str, places: dict[str, str]) -> str:
-    """A docstring in Markdown.
+    """Converts a docstring to Markdown.
 
     Args:
-        docstring: As Sphinx reads it.
-        places: Names that have a place in the reference, and their identifiers there.
+        docstring: Docstring with Sphinx markup.
+        places: Identifiers in the reference, by documented name.
     """
 
     def linked(role: re.Match[str]) -> str:

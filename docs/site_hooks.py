@@ -1,13 +1,13 @@
-"""Makes a site of pages whose links are those of the repository.
+"""Adapts the pages of the repository to the documentation site.
 
-In the repository a link goes from file to file, so that it works wherever the sources are shown. On the site
+In the repository, links point to files, so that they work in every viewer of the sources. For the site, this module
 
-- pages of :data:`PAGES`, which stand outside of ``docs/``, are pages of their own;
-- pictures of the benchmarks are copied;
-- what else is not on the site (a test, a module) keeps its text and loses its link;
-- a link to a file that does not exist is a warning, which fails a strict build.
+- adds the pages of :data:`PAGES`, whose sources are outside of ``docs/``;
+- copies the plots of the benchmarks;
+- replaces links to other files, for example to a test, with their text;
+- warns about links to files that do not exist, which fails a strict build.
 
-A built page that would load something from another host fails the build too.
+The build also fails if a page would load a resource from another host.
 """
 
 import logging
@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-#: In the repository → on the site.
+#: Paths in the repository → paths on the site.
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -42,7 +42,7 @@ _LOADS = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and pictures from outside of ``docs/``."""
+    """Adds the pages and images from outside of ``docs/``."""
     for source, page in PAGES.items():
         if files.get_file_from_path(page) is None and (ROOT / source).exists():
             files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
@@ -52,7 +52,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turns the links of a page into those of the site."""
+    """Replaces the links of a page with links of the site."""
     here = place_in_repository(page.file.src_uri)
     lines, in_code = [], False
     for line in markdown.splitlines():
@@ -63,7 +63,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Refuses a page that loads something from another host."""
+    """Raises an error if a page loads a resource from another host."""
     found = _LOADS.search(output)
     if found is not None:
         raise PluginError(f"{page.file.src_uri} would load from another host: {output[found.start() :][:200]}")
@@ -71,7 +71,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
 
 
 def place_in_repository(page: str) -> str:
-    """Where the source of a page stands, from the top level of the repository."""
+    """Returns the path of a page's source, relative to the root of the repository."""
     for source, on_site in PAGES.items():
         if page == on_site and source != "README.md":
             return source
@@ -79,7 +79,7 @@ def place_in_repository(page: str) -> str:
 
 
 def _on_site(link: re.Match[str], here: str, page: Any, files: Files) -> str:
-    if "[" in link["label"]:  # a picture that is a link
+    if "[" in link["label"]:  # an image inside a link
         text = f"{link['bang']}[{_LINK.sub(lambda inner: _on_site(inner, here, page, files), link['label'])}]"
     else:
         text = link["text"]
@@ -88,7 +88,7 @@ def _on_site(link: re.Match[str], here: str, page: Any, files: Files) -> str:
         return f"{text}({link['target']})"
     target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
     if not (ROOT / target).exists():
-        _log.warning("%s links to %s, and there is no %s", here, link["target"], target)
+        _log.warning("%s links to %s, but %s does not exist", here, link["target"], target)
         return text
     on_site = PAGES.get(target, target.removeprefix("docs/"))
     file = files.get_file_from_path(on_site)

@@ -2,10 +2,11 @@
 
     python -m docs.versions_table py310 --report report.xml
 
-``noxfile.py`` calls it with the interpreter of the corner's environment, from which it reads the versions. The results
+``noxfile.py`` runs this module with the interpreter of the corner's environment, whose versions it records. The results
 are in ``docs/versions.json``, one entry per corner. ``docs/versions.md`` has a row per corner, and
-``docs/version_tests.md`` names the failed and skipped tests. Both are written again from all entries, so a run of one
-corner changes nothing of the others. A ``note`` that is added to an entry by hand stays until that corner runs again.
+``docs/version_tests.md`` lists the failed and skipped tests. Both pages are generated from all entries, so a run of one
+corner does not change the results of other corners. A ``note`` in an entry is edited by hand; it is removed when that
+corner runs again.
 """
 
 import argparse
@@ -33,7 +34,7 @@ _LONGEST_REASON = 300
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """The numbers of a JUnit report of pytest's, the names of what failed, and what was skipped by reason."""
+    """Reads a JUnit report of pytest: returns counts, names of failed tests, and skipped tests by reason."""
     failed: list[str] = []
     skipped: dict[str, list[str]] = {}
     num_passed = 0
@@ -42,7 +43,7 @@ def outcomes(report: Path) -> dict[str, Any]:
         seconds += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
             name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-            if not name:  # the test in which pytest was interrupted has no name there
+            if not name:  # an interrupted test has no name in the report
                 continue
             skip = case.find("skipped")
             if case.find("failure") is not None or case.find("error") is not None:
@@ -55,10 +56,10 @@ def outcomes(report: Path) -> dict[str, Any]:
 
 
 def surroundings(horovod_log: Path | None) -> dict[str, Any]:
-    """What the tests ran on.
+    """Returns the versions and the system that the tests ran with.
 
     Args:
-        horovod_log: What the building of Horovod said, if it failed.
+        horovod_log: Output of the Horovod build, if it failed.
     """
     system = platform.freedesktop_os_release()["PRETTY_NAME"] if sys.platform == "linux" else platform.platform()
     horovod = (marker() or {}).get("horovod")
@@ -84,7 +85,7 @@ def page(file: Path, generated: str) -> str:
     before, _, rest = file.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"{file} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
+        raise ValueError(f"{file} lacks the lines {BEGIN!r} and {END!r}, which enclose the generated table")
     return f"{before}{BEGIN}\n\n{generated}\n{END}{after}"
 
 
@@ -128,7 +129,7 @@ def _remarks(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """The tests' names where they fit, otherwise how many there are in which modules."""
+    """Returns the names of the tests, or their number and modules if there are many."""
     if len(names) <= 3:
         return ", ".join(f"`{name}`" for name in names)
     modules = sorted({name.partition("::")[0] for name in names})
@@ -136,15 +137,15 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """Text that does not break out of its place on the page, nor name directories of this machine."""
+    """Returns a text as one line of Markdown, without line breaks and without directories of this machine."""
     line = re.sub(r"\s+", " ", text).strip().replace(str(REPOSITORY) + "/", "").replace(str(Path.home()), "~")
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 def _last_words(log: str) -> str:
-    """The end of a log, where programs say why they ended."""
+    """Returns the end of a log, which contains the error message."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return _in_one_line(" ".join(lines[-3:])) or "its building failed and said nothing"
+    return _in_one_line(" ".join(lines[-3:])) or "the build failed without output"
 
 
 def _version(package: str) -> str | None:
@@ -155,7 +156,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit that was tested, and whether the checkout differed from it in more than these pages."""
+    """Returns the tested commit, and whether other files than the generated pages had uncommitted changes."""
     git = ("git", "-C", str(REPOSITORY))
     pages = [f":(top,exclude)docs/{file.name}" for file in (RESULTS, PAGE, DETAILS)]
     try:
@@ -172,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("corner")
     parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
-    parser.add_argument("--horovod-log", type=Path, help="what the building of Horovod said, if it failed")
-    parser.add_argument("--problem", help="why not all tests have run, if so")
+    parser.add_argument("--horovod-log", type=Path, help="output of the Horovod build, if it failed")
+    parser.add_argument("--problem", help="the reason why tests did not run, if any")
     given = parser.parse_args(arguments)
     entry = surroundings(given.horovod_log)
     if given.problem:

@@ -28,8 +28,6 @@ class IdentityKind(IntEnum):
     BUFFERS = 2
     VALUES = 3
     LOGGED_VALUES = 4
-    METRIC_STATES = 5
-    CHECKPOINT = 6
 
 
 #: Identity of gradients whose batch and bucket are not stated.

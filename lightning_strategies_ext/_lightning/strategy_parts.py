@@ -52,8 +52,8 @@ def revert_layer_sync(strategy: Any) -> None:
 def tear_down(strategy: Any) -> None:
     """Moves the module and the optimizers of a strategy to the CPU, and tears down its plugins.
 
-    It does what ``Strategy.teardown`` does, also after an early failure, when there is no accelerator. The function
-    that moves optimizers is private (2.5 to 2.6).
+    It does the same as ``Strategy.teardown``, and also works without an accelerator, after an early failure. The
+    function that moves optimizers is private (2.5 to 2.6).
     """
     user_modules.move_optimizers(strategy.optimizers, torch.device("cpu"))
     if strategy.lightning_module is not None:
@@ -94,8 +94,8 @@ def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], N
 def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
     """Returns the plugin with which a strategy writes checkpoints: the user's plugin, or else ``default()``.
 
-    A wrapping plugin, such as ``AsyncCheckpointIO``, gets the default as its inner plugin; its setter ignores the
-    default if the user has passed an inner plugin. Lightning's strategies do the same with Lightning's own default.
+    A wrapping plugin, such as ``AsyncCheckpointIO``, gets the default as its inner plugin. If the user has passed an
+    inner plugin, its setter ignores the default. Lightning's strategies do the same with Lightning's own default.
     Lightning's connectors read the attribute, which is None until then. The class has no public name either (2.5 to
     2.6).
     """
@@ -114,9 +114,9 @@ def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
 def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
     """Returns a decorator for strategies that reject a LightningModule from ``torch.compile``.
 
-    The Trainer rejects it as well, in a message that names two of Lightning's strategies: after it has set the
-    strategy's attribute for the module, and before it calls any method of the strategy. The attribute and the mark on a
-    compiled LightningModule are private (2.5 to 2.6).
+    The Trainer rejects such a module as well, but its message names two of Lightning's strategies. It first sets the
+    strategy's attribute for the module, and then raises before it calls a method of the strategy. The attribute and the
+    mark on a compiled LightningModule are private (2.5 to 2.6).
 
     Args:
         ways_out: End of the message: the alternatives for the user.

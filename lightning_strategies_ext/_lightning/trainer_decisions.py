@@ -18,7 +18,7 @@ class ShareValues(Protocol):
     def __call__(
         self, reader: str, monitor: str | None, others: Sequence[str], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns logged values, in which those of some names are rank 0's.
+        """Returns the logged values, with rank 0's values for some names.
 
         Args:
             reader: Class that reads the values.

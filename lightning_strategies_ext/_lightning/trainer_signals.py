@@ -102,17 +102,17 @@ def mark_sigterm_received(trainer: Any) -> None:
 def intercept_requeueing(trainer: Any, on_signal: Callable[[], None]) -> Callable[[], None] | None:
     """Replaces Lightning's handler of SLURM's signal before the end of a job's time by this package's stop agreement.
 
-    ``_signal_connector._slurm_sigusr_handler_fn`` (2.5 to 2.6) saves a checkpoint inside the signal handler, where its
-    barrier mismatches any collective that other ranks are in, and has SLURM requeue the job. Call this function after
-    :func:`intercept_sigterm`.
+    ``_signal_connector._slurm_sigusr_handler_fn`` (2.5 to 2.6) saves a checkpoint inside the signal handler and makes
+    SLURM requeue the job. Its barrier in the handler does not match a collective in which other ranks wait. Call this
+    function after :func:`intercept_sigterm`.
 
     Args:
         trainer: The Trainer.
         on_signal: Function that is called in the signal handler, in the main thread.
 
     Returns:
-        A function that saves the checkpoint and requeues the job, to be called on all ranks before the same step; None
-        if Lightning would not requeue the job.
+        A function that saves the checkpoint and requeues the job, for a call on all ranks before the same step. None if
+        Lightning would not requeue the job.
     """
     environment, connector = trainer.strategy.cluster_environment, trainer._signal_connector
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -128,7 +128,7 @@ def intercept_requeueing(trainer: Any, on_signal: Callable[[], None]) -> Callabl
 
 @contextmanager
 def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
-    """Makes a checkpoint that is saved in this context, during a validation of ``fit``, one of its first step.
+    """Makes a checkpoint that is saved in this context, during a validation of ``fit``, continue at its first step.
 
     From a checkpoint of a later step, Lightning would validate only the remaining batches, and log the mean over these
     (2.5 to 2.6: ``fit_loop.epoch_loop.val_loop.batch_progress``).

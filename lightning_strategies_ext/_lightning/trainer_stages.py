@@ -101,7 +101,7 @@ def wrap_fit_loop(
     Args:
         trainer: The Trainer.
         run: Function that is called instead of ``FitLoop.run``, with ``FitLoop.run`` as its argument.
-        run_trial: Same for calls of ``FitLoop.run`` by a callback.
+        run_trial: Function that is called in the same way if a callback calls ``FitLoop.run``.
         before_epoch: Function that is called before each epoch.
 
     Returns:
@@ -229,7 +229,7 @@ def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def _begin_averaging_again(trainer: Any, callback: StochasticWeightAveraging) -> None:
-    """Resets the state of ``StochasticWeightAveraging`` that no checkpoint contains to that of the restored epoch.
+    """Makes the state of ``StochasticWeightAveraging`` that no checkpoint contains fit the restored epoch.
 
     The first averaged epoch creates the scheduler and the counter, in ``on_train_epoch_start`` (2.5 to 2.6). An epoch
     that is restored after its beginning does not call this hook.
@@ -244,7 +244,7 @@ def _begin_averaging_again(trainer: Any, callback: StochasticWeightAveraging) ->
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """Returns attributes of the Trainer, its loops and callbacks that callbacks may change and no checkpoint contains.
+    """Returns attributes of Trainer, loops, and callbacks that callbacks may change and that no checkpoint contains.
 
     ``GradientAccumulationScheduler`` and ``StochasticWeightAveraging`` change the Trainer (2.5 to 2.6).
     """

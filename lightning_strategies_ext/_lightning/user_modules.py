@@ -42,8 +42,8 @@ def pop_forward_redirection(module: torch.nn.Module) -> str | None:
     """Restores ``forward``, and returns the name of the method that Fabric has redirected it to; None if it has not.
 
     For ``fabric_module.training_step(...)`` and methods passed to ``mark_forward_method``, Fabric replaces ``forward``
-    of the user's module by a function that calls the method of that module (2.5 to 2.6: ``_FabricModule.
-    _redirection_through_forward``). A replica must call its own, so the name is read from the function's closure.
+    of the user's module. The replacement calls the method of that module, from its closure (2.5 to 2.6:
+    ``_FabricModule._redirection_through_forward``). A replica must call its own method, so it needs the name.
     """
     forward = vars(module).get("forward")
     if getattr(forward, "__qualname__", "") != "_FabricModule._redirection_through_forward.<locals>.wrapped_forward":

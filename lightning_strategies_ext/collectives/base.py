@@ -119,6 +119,7 @@ class Collectives(ABC):
         Args:
             output: Flat tensor that receives the tensors of all ranks, in rank order.
             tensor: Flat tensor, of the same size and dtype on all ranks. It is not modified until the operation ends.
+                It may be this rank's part of ``output``, if the other parts are zero.
             name: Name of the operation, equal on all ranks, that distinguishes it from concurrent operations.
 
         Returns:

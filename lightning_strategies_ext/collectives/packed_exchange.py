@@ -10,9 +10,6 @@ compare their digests, and then reduce the values with one all-reduce per dtype 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -20,27 +17,20 @@ import torch
 from torch import Tensor
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.collectives.packed_layout import (
+    ABSENT,
+    FINAL,
+    HEADER_NUM_BYTES,
+    INLINE_NUM_BYTES,
+    PARTIAL,
+    PackedLayout,
+)
 
-#: Size of the first message of a rank, in bytes. Loopback and Ethernet take as long for it as for one byte.
-MESSAGE_NUM_BYTES: Final = 1024
-#: Digest, number of bytes of the values, a flag, and a zero, so that all dtypes are aligned after it.
-_HEADER_NUM_BYTES: Final = 32
-#: Flags: more values of the kind may follow, no more follow, the rank has no values and takes those of other ranks.
-_PARTIAL, _FINAL, _ABSENT = range(3)
-_INLINE_NUM_BYTES: Final = MESSAGE_NUM_BYTES - _HEADER_NUM_BYTES
-_ALIGNMENT: Final = 16
 #: Number of ranks above which values are reduced by all-reduces: the size of a gathered message is that of all ranks.
 MAX_GATHERED_RANKS = 64
 #: Number of layouts that are cached; a layout depends on the names and their order.
 _MAX_LAYOUTS: Final = 256
-_UNSET: Final = torch.empty(0)
 _DTYPE_AND_SHAPE: Final = attrgetter("dtype", "shape")
-_REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Any]]] = {
-    "mean": Tensor.add_,
-    "sum": Tensor.add_,
-    "min": lambda total, row: torch.minimum(total, row, out=total),
-    "max": lambda total, row: torch.maximum(total, row, out=total),
-}
 
 
 class Part(NamedTuple):
@@ -90,105 +80,6 @@ class DifferentPartsError(Exception):
 MAX_CONTRIBUTIONS: Final = 8
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Values of one dtype and reduction, which are next to each other in a message."""
-
-    dtype: torch.dtype
-    op: str
-    indices: tuple[int, ...]
-    sizes: tuple[int, ...]
-    num_bytes: int
-    has_only_scalars: bool
-
-
-class PackedLayout:
-    """Position of each value in a message, and the digest.
-
-    Args:
-        kind: Kind of the exchange, part of the digest.
-        keys: Names of the values, in any order.
-        ops: Reduction of each value.
-        values: The values.
-
-    Attributes:
-        digest: Signed 64-bit digest.
-        num_bytes: Size of all values, in bytes.
-    """
-
-    def __init__(self, kind: str, keys: Sequence[str], ops: Sequence[str], values: Sequence[Tensor]) -> None:
-        places = [
-            (-value.element_size(), str(value.dtype), op, key, tuple(value.shape))
-            for key, op, value in zip(keys, ops, values, strict=True)
-        ]
-        text = repr((kind, sorted(places)))
-        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-        # Large elements first, so that each segment starts at a multiple of its element size.
-        self.order = sorted(range(len(values)), key=places.__getitem__)
-        self.shapes = [value.shape for value in values]
-        self.segments: list[_Segment] = []
-        for (dtype, op), group in groupby(self.order, key=lambda index: (values[index].dtype, ops[index])):
-            indices = tuple(group)
-            sizes = tuple(values[index].numel() for index in indices)
-            are_scalars = not any(values[index].ndim for index in indices)
-            self.segments.append(_Segment(dtype, op, indices, sizes, sum(sizes) * dtype.itemsize, are_scalars))
-        self.num_bytes = sum(segment.num_bytes for segment in self.segments)
-        with torch.inference_mode(False):
-            self._headers = [
-                torch.tensor([self.digest, self.num_bytes, flag, 0], dtype=torch.int64).view(torch.uint8)
-                for flag in range(_ABSENT + 1)
-            ]
-            num_padding = _INLINE_NUM_BYTES - self.num_bytes
-            self._padding = torch.zeros(
-                num_padding if num_padding >= 0 else num_padding % _ALIGNMENT, dtype=torch.uint8
-            )
-
-    def pack(self, values: Sequence[Tensor], flag: int = _FINAL) -> tuple[Tensor, Tensor | None]:
-        """Returns the first message, and the rest of the values if they do not fit into it; both are bytes."""
-        segments = [segment.view(torch.uint8) for segment in self.concatenated(values)]
-        message = torch.cat([self._headers[flag], *segments, self._padding])
-        if self.num_bytes <= _INLINE_NUM_BYTES:
-            return message, None
-        return message[:MESSAGE_NUM_BYTES], message[MESSAGE_NUM_BYTES:]
-
-    def concatenated(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the values of each segment as a new flat tensor."""
-        return [
-            torch.stack([values[index] for index in segment.indices])
-            if segment.has_only_scalars
-            else torch.cat([values[index].reshape(-1) for index in segment.indices])
-            for segment in self.segments
-        ]
-
-    def reduce(self, rows: Tensor) -> list[Tensor]:
-        """Reduces the bytes of the values of several ranks, one per row.
-
-        Returns:
-            The reduced values, in the order of the parts.
-        """
-        totals, at = [], 0
-        for segment in self.segments:
-            values = rows[:, at : at + segment.num_bytes].view(segment.dtype)
-            at += segment.num_bytes
-            total, reduce = values[0].clone(), _REDUCTIONS[segment.op]
-            for row in values[1:]:
-                reduce(total, row)
-            totals.append(total.div_(len(values)) if segment.op == "mean" else total)
-        return self.separated(totals)
-
-    def separated(self, totals: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the values of flat segments, in the order of the parts."""
-        ordered: list[Tensor] = [_UNSET] * len(self.order)
-        for segment, total in zip(self.segments, totals, strict=True):
-            if segment.has_only_scalars:
-                for index, value in zip(segment.indices, total.unbind(), strict=True):
-                    ordered[index] = value
-            else:
-                for index, value in zip(segment.indices, total.split(list(segment.sizes)), strict=True):
-                    ordered[index] = value.view(self.shapes[index])
-        return ordered
-
-
 class PackedExchange:
     """Reduces named values over all ranks, see the module. Collective: all ranks call each method in the same order.
 
@@ -199,6 +90,9 @@ class PackedExchange:
     def __init__(self, name: str) -> None:
         self._name = name
         self._layouts: dict[tuple[Any, ...], PackedLayout] = {}
+        self._collectives: Collectives | None = None
+        self._rank: int | None = None
+        self._size = 1
 
     def start(
         self,
@@ -226,30 +120,70 @@ class PackedExchange:
             DifferentPartsError: If values do not fit into one message, or there are more than
                 :data:`MAX_GATHERED_RANKS` ranks, and the ranks have different values.
         """
-        keys, ops, values = _transposed(parts)
-        if collectives.is_local or collectives.rank() is None or (size := collectives.world_size()) == 1:
+        return self.start_values(collectives, kind, *_transposed(parts), describe, is_final=is_final)
+
+    def start_values(
+        self,
+        collectives: Collectives,
+        kind: str,
+        keys: tuple[str, ...],
+        ops: tuple[str, ...],
+        values: Sequence[Tensor],
+        describe: Callable[[], Any],
+        *,
+        is_final: bool = True,
+    ) -> Callable[[], list[Tensor]]:
+        """Does the same as :meth:`start`, for the keys, reductions, and values of the parts."""
+        if collectives is not self._collectives:
+            self._collectives = collectives
+            self._rank = None if collectives.is_local else collectives.rank()
+            self._size = 1 if self._rank is None else collectives.world_size()
+        rank, size = self._rank, self._size
+        if rank is None or size == 1:
             copies = [value.clone() for value in values]
             return lambda: copies
         layout = self._layout_of(kind, keys, ops, values)
-        flag = _FINAL if is_final else _PARTIAL
+        flag = FINAL if is_final else PARTIAL
         if size > MAX_GATHERED_RANKS:
             return self._start_all_reduces(collectives, layout, values, describe, flag)
-        message, rest = layout.pack(values, flag)
-        gathered = torch.empty(size * MESSAGE_NUM_BYTES, dtype=torch.uint8)
-        finish_gather = collectives.start_all_gather(gathered, message, self._name)
+        if layout.num_bytes > INLINE_NUM_BYTES:
+            return self._start_long(collectives, layout, values, describe, flag)
+        layout.pack_in_place(values, flag, rank, size)
+        finish_gather = collectives.start_all_gather(layout.gathered, layout.message, self._name)
 
-        def finish() -> Tensor:
+        def finish() -> list[Tensor]:
             finish_gather()
-            digests = gathered.view(torch.int64)[:: MESSAGE_NUM_BYTES // 8].tolist()
+            digests = layout.gathered_digests.tolist()
             if digests.count(layout.digest) != size:
-                self._raise_difference(collectives, digests, _flags_of(gathered), describe)
-            return gathered.view(size, -1)[:, _HEADER_NUM_BYTES:]
+                self._raise_difference(collectives, digests, layout.gathered_flags.tolist(), describe)
+            return layout.reduce_gathered()
 
-        if rest is None:
-            return lambda: layout.reduce(finish())
-        first = finish()  # only ranks with equal digests have rests of equal size
-        finish_rest = self._start_rest(collectives, first, rest)
-        return lambda: layout.reduce(finish_rest())
+        return finish
+
+    def _start_long(
+        self,
+        collectives: Collectives,
+        layout: PackedLayout,
+        values: Sequence[Tensor],
+        describe: Callable[[], Any],
+        flag: int,
+    ) -> Callable[[], list[Tensor]]:
+        """Exchanges values that do not fit into one message: only ranks with equal digests have rests of equal size."""
+        message, rest = layout.pack(values, flag)
+        assert rest is not None
+        rows, header = self._gather(collectives, message)
+        digests, _, flags, _ = header
+        if digests.count(layout.digest) != len(digests):
+            self._raise_difference(collectives, digests, flags, describe)
+        finish = self._start_rest(collectives, rows, rest)
+        return lambda: layout.reduce(finish())
+
+    def _gather(self, collectives: Collectives, message: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """Returns the values of all ranks as rows of bytes, and for each field of the headers a list of all ranks."""
+        gathered = torch.empty(collectives.world_size() * len(message), dtype=torch.int64)
+        collectives.start_all_gather(gathered, message, self._name)()
+        rows = gathered.view(-1, len(message)).view(torch.uint8)
+        return rows[:, HEADER_NUM_BYTES:], rows[:, :HEADER_NUM_BYTES].view(torch.int64).mT.tolist()
 
     def run_with_absent(
         self, collectives: Collectives, kind: str, parts: Sequence[Part] | None, describe: Callable[[], Any]
@@ -271,11 +205,10 @@ class PackedExchange:
         """
         keys, ops, values = _transposed(parts or ())
         layout = self._layout_of(kind, keys, ops, values)
-        message, rest = layout.pack(values, _ABSENT if parts is None else _FINAL)
-        gathered = torch.empty(collectives.world_size() * MESSAGE_NUM_BYTES, dtype=torch.uint8)
-        collectives.start_all_gather(gathered, message, self._name)()
-        digests, sizes, flags, _ = gathered.view(torch.int64).view(collectives.world_size(), -1)[:, :4].mT.tolist()
-        present = [rank for rank, flag in enumerate(flags) if flag != _ABSENT]
+        message, rest = layout.pack(values, ABSENT if parts is None else FINAL)
+        rows, header = self._gather(collectives, message)
+        digests, sizes, flags, _ = header
+        present = [rank for rank, flag in enumerate(flags) if flag != ABSENT]
         if not any(sizes):
             return None
         if any(digests[rank] != digests[present[0]] for rank in present):
@@ -287,7 +220,6 @@ class PackedExchange:
             keys, ops, values = _transposed(parts)
             layout = self._layout_of(kind, keys, ops, values)
             _, rest = layout.pack(values)
-        rows = gathered.view(len(flags), -1)[:, _HEADER_NUM_BYTES:]
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
         reduced = dict(zip(keys, layout.reduce(rows[present]), strict=True))
@@ -304,7 +236,7 @@ class PackedExchange:
         return finish_both
 
     def _layout_of(
-        self, kind: str, keys: tuple[str, ...], ops: tuple[str, ...], values: tuple[Tensor, ...]
+        self, kind: str, keys: tuple[str, ...], ops: tuple[str, ...], values: Sequence[Tensor]
     ) -> PackedLayout:
         # Built without a Python call per value: this is most of the time of an exchange over shared memory.
         signature = kind, keys, ops, tuple(map(_DTYPE_AND_SHAPE, values))
@@ -351,11 +283,11 @@ class PackedExchange:
     ) -> None:
         ranks: dict[tuple[int, int], list[int]] = {}
         for rank, (digest, flag) in enumerate(zip(digests, flags, strict=True)):
-            if flag != _ABSENT:
+            if flag != ABSENT:
                 ranks.setdefault((digest, flag), []).append(rank)
         description = describe()
         contributions = [
-            Contribution(those, flag == _FINAL, collectives.broadcast(description, those[0]))
+            Contribution(those, flag == FINAL, collectives.broadcast(description, those[0]))
             for (_, flag), those in [*ranks.items()][:MAX_CONTRIBUTIONS]
         ]
         collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
@@ -366,8 +298,3 @@ def _transposed(
     parts: Iterable[Part | tuple[str, str, Tensor]],
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Tensor, ...]]:
     return tuple(zip(*parts, strict=True)) or ((), (), ())  # type: ignore[return-value]
-
-
-def _flags_of(gathered: Tensor) -> list[int]:
-    flags: list[int] = gathered.view(torch.int64)[2 :: MESSAGE_NUM_BYTES // 8].tolist()
-    return flags

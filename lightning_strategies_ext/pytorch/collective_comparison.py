@@ -1,8 +1,8 @@
 """Comparison of collectives before they start, for debugging: ``ChecksOptions(check_collectives=True)``.
 
-Before each collective of this package, every rank sends a description of it and the user's call to all other ranks. If
-the descriptions differ, every rank raises an error that names both calls. Collectives that DDP's C++ code starts, and
-those of the user, are not compared; the exchange of gradients is compared once for each backward pass.
+Before each collective of this package, every rank sends its description and its call site to all other ranks. If the
+descriptions differ, every rank raises an error that names the collectives and the call sites. Ranks compare the
+exchange of gradients once per backward pass. They do not compare collectives that DDP's C++ code or the user starts.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ from lightning_strategies_ext.collectives.base import Collectives
 from lightning_strategies_ext.exceptions import RankDisagreementError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 
-#: Bytes of a description and of a call, which follows it in a message.
+#: Number of bytes of each part of a message: a description, and then a call site.
 _PART_NUM_BYTES: Final = 512
 
 

@@ -1,8 +1,8 @@
 """CommunicationMonitor: a callback that reports what a step waits for, on which rank, and how to improve it.
 
-It calls no collective, registers no communication hook, and changes no gradient, so that weights are bitwise identical
-with and without it. Each rank measures times; a thread transfers them to rank 0 through the ranks' store. After an
-error in the monitor, it logs one warning, and training continues without it.
+It calls no collective, registers no communication hook, and changes no gradient. Weights are bitwise identical with and
+without it. Each rank measures times, and a thread transfers them to rank 0 through the ranks' store. After an error in
+the monitor, it logs one warning, and training continues without it.
 """
 
 import logging
@@ -55,13 +55,18 @@ _sessions = count()
 class CommunicationMonitor(Callback):
     """Reports how training steps spend their time, on each rank, and which bottleneck limits the job.
 
-    Every ``every_n_steps`` optimizer steps, rank 0 logs their means under ``communication/...``: bytes and time of the
-    exchange, its hidden part, which overlaps with the backward pass, and its exposed part, which consists of waiting
-    for other ranks and of transfer; the slowest rank; and the phases of a step. At the end of ``fit``, it writes a
-    timeline of all ranks, as an image and as a trace for chrome://tracing or Perfetto, and prints one line of advice.
+    Every ``every_n_steps`` optimizer steps, rank 0 logs their means under ``communication/...``:
 
-    It works with all strategies of this package, with Lightning's ``ddp``, and with a single process, which exchanges
-    nothing.
+    - the bytes and the time of the exchange;
+    - its hidden part, which overlaps with the backward pass;
+    - its exposed part, which consists of waiting for other ranks and of transfer;
+    - the slowest rank, and the phases of a step.
+
+    At the end of ``fit``, it prints one line of advice, and writes a timeline of all ranks: an image, and a trace for
+    chrome://tracing or Perfetto.
+
+    It works with all strategies of this package, with Lightning's ``ddp``, and with a single process, which has no
+    exchange.
 
     Args:
         every_n_steps: Number of optimizer steps per mean; the Trainer's ``log_every_n_steps`` if None.
@@ -292,7 +297,7 @@ class CommunicationMonitor(Callback):
                 logger.log_metrics(values, step=step)
 
     def _show_in(self, progress_bar: Any) -> Callable[[], None]:
-        """Adds a value to the progress bar; not by ``self.log``, which is for the user's metrics."""
+        """Adds a value to the progress bar without ``self.log``, which is for the user's metrics."""
         get_metrics = progress_bar.get_metrics
 
         def get_metrics_and_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -342,7 +347,7 @@ class CommunicationMonitor(Callback):
 
 
 def _counter_of(strategy: Any, exchange_timer: DDPExchangeTimer | None) -> Callable[[int], int] | None:
-    """Returns a function that counts the bytes of the last steps; None if the session is notified of each exchange."""
+    """Returns a function that counts the bytes of the last steps; None if each exchange notifies the recorder."""
     if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
         last = strategy.num_bytes_exchanged
 

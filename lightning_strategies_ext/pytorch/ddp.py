@@ -78,8 +78,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         start_method: "popen" runs the script once per device; "fork", "spawn", and "forkserver" start workers.
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
             ranks then exit with an error that contains their stacks. With None, only ``timeout`` applies.
-        uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
-            epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
+        uneven_inputs: Reaction to different numbers of training batches. "error" raises on all ranks, "stop" ends the
+            epoch with the first rank that runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
             ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
         checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
@@ -315,7 +315,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Ends the exchange of gradients, which DDP has already waited for."""
+        """Runs after a backward pass, at whose end DDP has waited for the exchange of gradients."""
         current.identity = 0
         if self._stage_context.exchange_log is not None:
             record_ddp_exchange(self._stage_context, self.model)
@@ -360,7 +360,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns an optimizer's state; the first also contains the exchange's. Collective with compression."""
+        """Returns an optimizer's state. The first optimizer's contains the exchange's. Collective with compression."""
         if optimizer is not self.optimizers[0]:
             return super().optimizer_state(optimizer)
         states = self._features.state_dict() or self.exchange_state or {}  # first: it may change the optimizer's state
@@ -368,7 +368,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the states of the optimizers and of the exchange; defers the latter until the exchange exists."""
+        """Restores the states of the optimizers and of the exchange, the latter once the exchange exists."""
         super().load_optimizer_state_dict(checkpoint)
         self._features.load_state_dict(next(iter(checkpoint["optimizer_states"]), {}))
 

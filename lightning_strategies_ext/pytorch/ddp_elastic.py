@@ -92,7 +92,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
 
     @property  # type: ignore[explicit-override]  # mypy does not recognize it on a property with a setter
     def num_nodes(self) -> int:
-        """Number of hosts according to torchrun; the Trainer's argument may have become outdated by a restart."""
+        """Number of hosts according to torchrun; the Trainer's argument may be outdated after a restart."""
         return int(os.environ["GROUP_WORLD_SIZE"])
 
     @num_nodes.setter
@@ -131,7 +131,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
 
     @override
     def apply_rank(self) -> None:
-        """A no-op: torchrun assigns one rank to this process for its whole life."""
+        """A no-op: torchrun assigns one rank to this process for its lifetime."""
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:

@@ -37,16 +37,16 @@ class DDPRayStrategy(DDPSpawnStrategy):
 
     Args:
         num_workers: Number of workers; from ``Trainer(devices=...)`` if None.
-        num_cpus_per_worker: Number of CPUs that Ray reserves per worker, and of its threads for computation; with a
-            fraction, workers share a CPU.
+        num_cpus_per_worker: Number of CPUs that Ray reserves per worker, and of the worker's computation threads. With
+            a fraction, workers share a CPU.
         num_gpus_per_worker: Number of GPUs that Ray reserves per worker, at most 1; if None, 1 for a Trainer on GPUs
             and 0 otherwise.
         resources_per_worker: Further resources that each worker requires: name in the cluster → amount.
         placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many as possible.
-        address: Address of the cluster: "auto" for the cluster of this host, ``"host:port"`` for another cluster,
-            "local" for Ray on this host, which ends with the workers, or ``"ray://host:port"`` for a cluster that does
-            not include this host (Ray Client). If None: the cluster to which this process is connected (``ray.init``),
-            else the value of ``RAY_ADDRESS``, else "local".
+        address: Address of the cluster. "auto" is the cluster of this host, ``"host:port"`` another cluster, and
+            ``"ray://host:port"`` a cluster that does not include this host (Ray Client). "local" starts Ray on this
+            host, until the workers end. If None: the cluster to which this process is connected (``ray.init``), else
+            the value of ``RAY_ADDRESS``, else "local".
         runtime_env: Runtime environment of the workers, as for ``ray.init``; ``{"working_dir": "."}`` copies your
             modules. If this process is already connected, pass it to ``ray.init`` instead.
         environment_variables: Names and patterns of the main process's environment variables that workers receive:

@@ -1,7 +1,7 @@
 """DDPRayElasticStrategy: elastic DDP in workers on a Ray cluster. Name ``ddp_ray_elastic_ext``.
 
-It combines its two base classes. Unlike in elastic training on one host, ranks may be on several hosts: local ranks and
-the backend depend on the world, and the main process notifies the ranks of a host loss.
+It combines its two base classes. Unlike in elastic training on one host, ranks may be on several hosts. Local ranks and
+the backend therefore depend on the world, and the main process notifies the ranks of a host loss.
 """
 
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _disconnect(self) -> None:
-        disconnect(self._other_peers, match_hosts=False)  # some connections to other hosts are Ray's
+        disconnect(self._other_peers, match_hosts=False)  # Ray has connections to other hosts, too
 
     def _abort_world(self, world: int) -> None:
         """Disconnects this rank from a world with a lost peer, for which it may be waiting. Runs in its own thread."""

@@ -28,9 +28,10 @@ class DDPSpawnStrategy(DDPStrategy):
 
     Args:
         *args: Arguments of :class:`.DDPStrategy`.
-        start_method: "forkserver" forks workers from a process that has imported torch and Lightning, but not the
-            user's modules, so that it has no threads and no GPU state that a fork would break. "spawn" starts a new
-            interpreter for each worker. "fork" forks this process, so that workers inherit unpicklable objects.
+        start_method: "forkserver" forks workers from a process that has imported torch and Lightning. That process has
+            no threads and no GPU state that a fork would break, because it never imports the user's modules. "spawn"
+            starts a new interpreter for each worker. "fork" forks this process, so that workers inherit unpicklable
+            objects.
         keep_workers: Whether workers are reused by the next stage. Between stages, a process keeps the workers of at
             most one strategy. Another strategy takes them over if its process group has the same settings and they were
             not forked from this process; otherwise it ends them.

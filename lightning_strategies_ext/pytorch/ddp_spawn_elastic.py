@@ -170,7 +170,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         self._set_rank(self.membership.rank, len(self.membership.members))
 
     def _become_joining_rank(self) -> None:
-        """Sets a provisional rank until this process joins the others; not 0, whose work another rank has done."""
+        """Sets a provisional rank until this process joins the others: not 0, whose files and output exist already."""
         self._set_rank(max(1, self.local_rank), self.num_processes)
 
     def _set_rank(self, rank: int, world_size: int) -> None:

@@ -1,16 +1,15 @@
 """Early stop: where user code sets ``trainer.should_stop`` on one rank, all ranks stop before the same step.
 
-With Lightning's ``ddp``, the loops of that rank end, and the other ranks wait for it. Here it requests a stop agreement
-(:mod:`...failure.stop_agreement`) at the next *point*: the end of a training step, of a validation, of an epoch, or of
-the hooks before the first step. At such points, and before steps, the loops read ``trainer.should_stop``.
+With Lightning's ``ddp``, the loops of that rank end, and the other ranks wait for it. Here the rank requests a stop
+agreement (:mod:`...failure.stop_agreement`) at the next *point* at which the loops read ``trainer.should_stop``. Points
+are the ends of training steps, validations, and epochs, and the end of the hooks before the first step.
 
-- If no rank has passed the point yet, all ranks stop there. This is so if all ranks set it in the same step, as
-  ``EarlyStopping`` and ``Timer`` do: training ends exactly where it ends with Lightning's ``ddp``.
+- If no rank has passed the point yet, all ranks stop there. This is the case if all ranks set the attribute in the same
+  step, as ``EarlyStopping`` and ``Timer`` do. Training then ends exactly where it ends with Lightning's ``ddp``.
 - Otherwise ranks continue to the first point or step that no rank has passed, and the attribute is False until then.
 
-At that point the attribute becomes True on all ranks, and Lightning's loops stop: not before ``min_epochs`` and
-``min_steps``, and after the validation that they run first. A step without a request costs no function call and no
-message.
+At that point the attribute becomes True on all ranks, and Lightning's loops stop as usual: they complete ``min_epochs``
+and ``min_steps``, and a validation that is due. A step without a request costs no function call and no message.
 """
 
 from collections.abc import Callable
@@ -49,11 +48,11 @@ class EarlyStop:
         return cls(trainer, context, any_rank) if is_used else None
 
     def at_point(self) -> None:
-        """Called at a point, except the end of a training step."""
+        """Passes a point, except the end of a training step: the loops call it there."""
         self._pass(is_recorded=False)
 
     def after_train_step(self) -> None:
-        """Called at the end of a training step if the attribute is set, or this rank has voted."""
+        """Passes the end of a training step; called only if the attribute is set, or this rank has voted."""
         self._pass(is_recorded=not self._trainer.should_stop)
 
     def resolve(self) -> None:

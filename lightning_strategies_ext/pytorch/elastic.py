@@ -1,8 +1,8 @@
 """ElasticStrategy: base class of strategies whose ``fit`` may pass through several worlds.
 
-:mod:`lightning_strategies_ext.elastic` implements elastic training. The class precedes the strategy that it makes
-elastic among the base classes, and the subclass implements ``apply_rank``, ``enter_world``, ``detach``, and
-``membership``.
+:mod:`lightning_strategies_ext.elastic` implements elastic training. An elastic strategy derives from this class and, as
+its next base class, from the strategy that becomes elastic. It implements ``apply_rank``, ``enter_world``, ``detach``,
+and ``membership``.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ from lightning_strategies_ext.pytorch.stopping import describe_step
 
 
 class ElasticStrategy(ParallelStrategy, ABC):
-    """Base class of the elastic strategies of all engines; precedes the strategy that it makes elastic."""
+    """Base class of the elastic strategies of all engines."""
 
     _is_elastic = True
     _fit: ElasticFit | None

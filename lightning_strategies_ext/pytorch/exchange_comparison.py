@@ -19,12 +19,13 @@ from lightning_strategies_ext.torch_distributed.direct_exchange import trained_p
 
 
 def compare_exchanges(context: StageContext, trainer: "pl.Trainer", *, in_exchange: bool) -> None:
-    """Compares the batches of which ranks exchange gradients, in worlds that do not change. Collective.
+    """Makes ranks compare the batches whose gradients they exchange, unless the world may change. Collective.
 
     Args:
         context: Stage context of this rank.
         trainer: The Trainer.
-        in_exchange: Whether the engine compares them in the exchange; otherwise the failure monitors do afterwards.
+        in_exchange: Whether the engine compares the batches in the exchange. If not, the failure monitors compare them
+            afterwards.
     """
     if context.failure_monitor is None or context.evaluation is None:
         return

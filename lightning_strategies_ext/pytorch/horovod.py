@@ -64,14 +64,14 @@ class HorovodStrategy(ParallelStrategy):
         compression: "none", or "fp16" to exchange gradients in float16.
         op: Reduction: "average" or "sum" of the gradients, or "adasum" of the ranks' optimizer steps.
         num_groups: Number of groups of parameters; the gradients of a group are exchanged together. 0 exchanges each
-            gradient separately; None groups small gradients of adjacent parameters, up to 1 MiB.
+            gradient separately. None groups small gradients of adjacent parameters, up to 1 MiB.
         sparse_as_dense: Whether sparse gradients are converted to dense ones before the exchange.
         gradient_predivide_factor: Divisor f of the gradients before they are summed over n ranks; the sum is divided by
             n / f.
         scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as in Lightning 1.
         process_set: Ranks that exchange gradients; all ranks if None.
-        uneven_inputs: Reaction to different numbers of training batches: "error" raises on all ranks, "stop" ends the
-            epoch with the first rank that runs out, "join" trains on all batches; see :mod:`.uneven.control`.
+        uneven_inputs: Reaction to different numbers of training batches. "error" raises on all ranks, "stop" ends the
+            epoch with the first rank that runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         elastic: Whether ranks may fail, leave, and join during ``fit``: True creates a
             :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: Argument of :class:`.HorovodElasticStrategy`.

@@ -9,6 +9,7 @@ matched by key (:mod:`.packed_exchange`). Metrics of torchmetrics are computed t
 
 import os
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
@@ -33,6 +34,9 @@ from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.pytorch import metric_states
 
+#: Name of the exchanges, from which the collectives derive their identity.
+_NAME = "logged_values"
+_OP = attrgetter("op")
 #: Number of keys that an error lists per rank.
 _MAX_KEYS_LISTED = 8
 #: What stands for the reduction of a metric of torchmetrics.
@@ -70,19 +74,19 @@ class LoggedValues:
         self._device = device
         self._presence: list[tuple[bool, int]] = []
         self._next_loader = 0
-        self._exchange = PackedExchange("logged_values")
-        self._metrics: list[LoggedMetric] = []
+        self._exchange = PackedExchange(_NAME)
+        self._metrics: Sequence[LoggedMetric] = ()
         self._finish: Callable[[], list[Tensor]] = list
 
     def start(self) -> None:
         """Starts to exchange the pending values. Collective: all ranks call it when a hook returns."""
-        keys, metrics = [*self.pending], [*self.pending.values()]
+        keys, metrics = (*self.pending,), (*self.pending.values(),)
         self.pending.clear()
         if self.is_in_flight:
             self.finish()
-        parts = zip(keys, [metric.op for metric in metrics], step_values(metrics), strict=True)
+        parts = keys, tuple(map(_OP, metrics)), step_values(metrics)
         try:
-            self._finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
+            self._finish = self._exchange.start_values(self._collectives(), "step", *parts, lambda: _describe(metrics))
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
         self._metrics, self.is_in_flight = metrics, True
@@ -252,6 +256,7 @@ class LoggedValues:
         """Drops values that have not been exchanged, after this rank has failed or has left its world."""
         self.pending.clear()
         self.is_in_flight, self.is_shadowed = False, None
+        self._exchange = PackedExchange(_NAME)  # an exchange that other ranks have left may still write to its memory
         self._next_loader = 0
 
     def find_location(self) -> str:

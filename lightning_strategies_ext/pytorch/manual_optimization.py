@@ -1,4 +1,4 @@
-"""Features for manual optimization, where DDP's forward is over before the user runs a backward pass."""
+"""Features for manual optimization, in which the user runs backward passes within DDP's forward."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -56,7 +56,7 @@ class ManualOptimization(Feature):
 class StaticGraph(ManualOptimization):
     """Exchanges the gradients of the first backward pass of a static graph, in which DDP records the graph.
 
-    The output of DDP's forward triggers this exchange, but a manual backward pass starts within forward.
+    DDP starts this exchange from the output of its forward, which does not exist yet in a manual backward pass.
     """
 
     @override

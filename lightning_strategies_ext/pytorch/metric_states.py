@@ -1,9 +1,9 @@
 """States of torchmetrics metrics: all metrics that Lightning computes at the end of an epoch share one exchange.
 
-torchmetrics gathers each state of each metric by itself. Here, a metric first lists the tensors that it would gather:
-it synchronizes with itself as the only rank. The tensors of all metrics are gathered as bytes, and each metric then
-computes with a ``dist_sync_fn`` that returns what was gathered. So torchmetrics reduces its states itself, and states
-may have different dtypes and different shapes on different ranks.
+torchmetrics gathers each state of each metric in a separate collective. Here, each metric first lists the tensors that
+it would gather: it synchronizes with a ``dist_sync_fn`` that records them. One exchange gathers the tensors of all
+metrics as bytes. Each metric then computes with a ``dist_sync_fn`` that returns the gathered tensors. torchmetrics
+itself therefore reduces the states, and their dtypes and shapes may differ between ranks.
 """
 
 import pickle
@@ -28,10 +28,10 @@ _Header = list[list[tuple[torch.dtype, tuple[int, ...], int]]]
 
 
 def is_gathered(metric: Metric) -> bool:
-    """Returns whether the states of a metric are gathered together with those of others. The same on all ranks.
+    """Returns whether the states of a metric are gathered together with those of other metrics.
 
-    Not so are metrics with settings of their own for synchronization, metrics that contain metrics, and metrics on
-    GPUs. torchmetrics gathers their states.
+    The result is the same on all ranks. It is False for metrics with settings of their own for synchronization, metrics
+    that contain metrics, and metrics on GPUs. torchmetrics gathers the states of these metrics.
     """
     return not (
         metric.dist_sync_fn is not None
@@ -64,7 +64,7 @@ def compute(metric: Metric, states_of_ranks: Sequence[Sequence[Tensor]]) -> None
 
     Args:
         metric: The metric.
-        states_of_ranks: Tensors of :func:`list_states` of each rank, equally many.
+        states_of_ranks: Tensors of :func:`list_states` of each rank; all ranks have the same number of tensors.
     """
     states = map(_with_equal_types, zip(*states_of_ranks, strict=True))
     metric.dist_sync_fn = lambda tensor, group=None: next(states)
@@ -121,7 +121,7 @@ def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> 
         max_num_bytes: Largest number of bytes of a rank, a multiple of 16.
 
     Returns:
-        The bytes of each rank, in rank order, with zeros at the end of those that are shorter.
+        The bytes of each rank, in rank order; zeros follow the bytes of ranks with fewer bytes.
     """
     size = collectives.world_size()
     own = torch.cat([data, torch.zeros(max_num_bytes - len(data), dtype=torch.uint8)])
@@ -136,7 +136,7 @@ def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> 
 
 
 def _with_equal_types(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gives empty tensors the dtype and the trailing dimensions of the other ranks'.
+    """Gives empty tensors the dtype and the trailing dimensions of the other ranks' tensors.
 
     For a list state without elements, torchmetrics creates an empty vector of the default dtype.
     """

@@ -17,7 +17,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import RankDisagreementError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 
-#: What a rank has under a name: nothing, one number, or another object, which is left as it is.
+#: Kinds of values: no value, one number, or another object, which stays as it is.
 _MISSING, _NUMBER, _OTHER = range(3)
 #: Types of numbers, by the index that ranks exchange: a Python number, or the dtype of a tensor.
 _DTYPES = (None, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -41,9 +41,9 @@ class MonitoredValues:
     def share(
         self, reader: str, monitor: str | None, others: Sequence[str], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns logged values, in which those of the given names are rank 0's. Collective: all ranks call it.
+        """Returns the logged values, with rank 0's values for the given names. Collective: all ranks call it.
 
-        Without a name, it takes no collective.
+        Without a name, it calls no collective.
 
         Args:
             reader: Class that reads the values, for messages.

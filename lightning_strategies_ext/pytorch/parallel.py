@@ -1,7 +1,7 @@
 """ParallelStrategy: base class of the Trainer's multi-process strategies.
 
-It implements collectives, stopping after a SIGTERM, and the handling of a failed rank. Subclasses start the processes
-and exchange the gradients. Only the property ``collectives`` depends on the engine, by default torch.distributed.
+It implements collectives, stops after a SIGTERM, and the reaction to a failed rank. Subclasses start the processes and
+exchange the gradients. Only the property ``collectives`` depends on the engine, by default torch.distributed.
 """
 
 from abc import ABC
@@ -251,7 +251,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns whether the decision is True on all ranks, or with ``all=False`` on any rank.
 
-        It uses ``reduce`` if a subclass overrides that and not ``collectives``, as in Lightning's base class.
+        If a subclass overrides ``reduce`` but not ``collectives``, it uses ``reduce``, as Lightning's base class does.
         """
         own = type(self)
         has_own_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
@@ -280,8 +280,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def announce_failure(self, exception: BaseException) -> None:
         """Announces to the other ranks that this rank has failed, unless all ranks stop. Called before any callback.
 
-        Until the next stage, the collectives of this rank are local: no other rank takes part, and a callback that
-        saves a checkpoint would wait in a barrier indefinitely.
+        Until the next stage, the collectives of this rank are local. Otherwise a callback that saves a checkpoint would
+        wait in a barrier indefinitely, because no other rank takes part.
         """
         if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
@@ -355,7 +355,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._enter_stage(replace(group, leave=None))
 
     def _prepare_logging(self, trainer: "pl.Trainer") -> None:
-        """Makes ``self.log`` exchange the values of a step together, unless a subclass or a GPU reduces them."""
+        """Makes ``self.log`` exchange the values of a step together, on CPUs and with this class's ``reduce``."""
         self._logged_values = LoggedValues(lambda: self._active_collectives, self.reduce, lambda: self.root_device)
         is_packed = self.root_device.type == "cpu" and type(self).reduce is ParallelStrategy.reduce
         trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)

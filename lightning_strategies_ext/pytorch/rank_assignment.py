@@ -1,4 +1,4 @@
-"""Ranks and devices of the processes of a DDP strategy, as they are assigned before the strategy starts processes."""
+"""Assignment of ranks and devices to the processes of a DDP strategy, before the strategy starts processes."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -62,20 +62,22 @@ def assign_ranks(
 
 
 def use_rank_info(strategy: LightningDDPStrategy, rank_info: WorkerRankInfo, device: torch.device) -> None:
-    """Makes a strategy use the ranks of a process that was started as one of several, and its device."""
+    """Makes a strategy use a rank info, with which this process was started, and the device of this process."""
     strategy.parallel_devices = [device] * rank_info.local_world_size
     strategy.num_nodes = rank_info.num_nodes
     strategy.cluster_environment = ray_train.RayEnvironment(rank_info)
 
 
 def set_aside_group(world_size: int) -> bool:
-    """Sets aside the group of several ranks in a stage of one rank; otherwise, prepares later stages on one device.
+    """Hides the default process group during a stage of one rank, in which the other ranks may not take part.
+
+    In a stage of several ranks, it arranges this for later stages on one device instead.
 
     Args:
         world_size: Number of ranks of this stage.
 
     Returns:
-        Whether a group was set aside, which :func:`.process_group.bring_back` restores.
+        Whether a group is hidden, which :func:`.process_group.bring_back` restores.
     """
     if world_size == 1:
         return process_group.set_aside()

@@ -1,7 +1,7 @@
-"""Stops of all ranks before the same step, after a SIGTERM, SLURM's signal to requeue the job, or an early stop.
+"""Coordinated stop of a Trainer's stage: after a SIGTERM, SLURM's signal to requeue the job, or an early stop.
 
-:mod:`lightning_strategies_ext.coordinated_stop` makes the agreement. This module connects it to the signal handlers and
-the training loop of a Trainer.
+:mod:`lightning_strategies_ext.coordinated_stop` makes all ranks stop before the same step. This module connects it to
+the signal handlers and the training loop of a Trainer.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,12 @@ def start_stop_agreement(
     Args:
         context: Stage context of this rank.
         trainer: The Trainer.
-        on_sigterm: Called in the signal handler.
-        before_train_step: Called before each training step; raises an exception if the ranks have agreed to stop.
+        on_sigterm: Callable that the signal handler calls.
+        before_train_step: Callable for the start of each training step, which raises an exception if the ranks have
+            agreed to stop.
         any_rank: Collective that returns whether its argument is True on any rank.
-        is_requested: Whether the ranks know already that they have to stop; if None, they do if any rank has received a
-            SIGTERM after the last step of the previous stage.
+        is_requested: Whether the ranks know already that they have to stop. If None, the ranks find out whether any
+            rank has received a SIGTERM after the last step of the previous stage.
     """
     stop = context.coordinated_stop
     if is_requested is None:

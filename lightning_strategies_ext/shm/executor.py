@@ -41,6 +41,12 @@ _LOSES_HANDLES: Final = torch.__version__ < "2.7"
 _MAX_UNWAITED: Final = 1024
 
 
+#: A yield that takes longer, in seconds, has given the core to another process for a time slice. If every poll did so,
+#: an operation would take as long as the slices of all busy processes; so there are no yields for a while.
+_LONG_YIELD_S: Final = 1e-3
+_NO_YIELD_S: Final = 0.1
+
+
 class OperationExecutor:
     """Executes the operations of one process group in one process.
 
@@ -64,6 +70,7 @@ class OperationExecutor:
         self._is_starting_thread = threading.Lock()
         self._broken: str | None = None
         self._is_closed = False
+        self._next_yield_at = 0.0
         #: Handle of every synchronous operation that ends at once.
         self._ended = ShmWork("all_reduce", None, rounds, [], 0.0, self)
         _open.add(self)
@@ -229,7 +236,10 @@ class OperationExecutor:
             now = time.monotonic()
             spin_until = spin_until or now + work.waitable.spin_s
             if now < spin_until:
-                os.sched_yield()
+                if now >= self._next_yield_at:
+                    os.sched_yield()
+                    if (after := time.monotonic()) - now > _LONG_YIELD_S:
+                        self._next_yield_at = after + _NO_YIELD_S
                 continue
             # Operations later in the queue may have earlier deadlines.
             deadline = min(queued.deadline for queued in tuple(self._queue))

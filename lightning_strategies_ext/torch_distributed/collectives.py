@@ -30,6 +30,10 @@ _OPS = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
+#: Options of a sum that has ended when the call returns.
+_SUM_NOW = dist.AllreduceOptions()
+if hasattr(_SUM_NOW, "asyncOp"):  # torch before 2.8 does not state it
+    _SUM_NOW.asyncOp = False
 
 
 # torch 2.13 deprecates the older name.
@@ -87,9 +91,13 @@ class TorchCollectives(Collectives):
             if not isinstance(group, ShmProcessGroup) or not group.is_compiled or tensor.nbytes % _WORD_NUM_BYTES:
                 wait: Callable[[], None] = _all_gather_single(output, tensor, async_op=True).wait
                 return wait
-            words = output.view(torch.uint8).view(torch.int64)
-            words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
-            dist.all_reduce(words)
+            words = output if output.dtype is torch.int64 else output.view(torch.uint8).view(torch.int64)
+            # A tensor that is this rank's part of the output is in place, between zeros.
+            if tensor.data_ptr() != output.data_ptr() + group.rank() * tensor.nbytes:
+                words.zero_().view(group.size(), -1)[group.rank()] = tensor.view(torch.uint8).view(torch.int64)
+            work = group.allreduce([words], _SUM_NOW)
+            if not work.is_success():
+                work.wait()
             return _finish_nothing
         finally:
             current.identity = before

@@ -1,1 +1,1 @@
-"""Helpers of the operating system."""
+"""Tests of the helpers for the operating system."""

@@ -1,4 +1,4 @@
-"""Call sites: the user's innermost call, and the function of a library that it has called."""
+"""Call sites: the innermost call in the user's code, and the library function that it calls."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ def test_the_call_site_of_a_thread_is_the_users_innermost_frame() -> None:
 
 
 def test_a_thread_without_user_code_has_the_call_site_of_the_main_thread() -> None:
-    with ThreadPoolExecutor(1) as executor:  # its thread runs only code of Python and of this package
+    with ThreadPoolExecutor(1) as executor:  # the thread runs only code of Python and of this package
         site = executor.submit(call_site_of_process).result()
     assert "in test_a_thread_without_user_code" in site
 

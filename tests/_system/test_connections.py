@@ -1,4 +1,4 @@
-"""Requests at a store fail soon when its host does not answer any more."""
+"""Requests to a store fail soon after its host has become unreachable."""
 
 import time
 from pathlib import Path
@@ -34,7 +34,7 @@ enable_store_keepalive(dist.PrefixStore("part", store))
 Path(sys.argv[2], "asks").touch()
 store.get("a key that is never set")
 """
-#: Without it, the store's timeout counts: minutes.
+#: Time limit in seconds; without keepalives, the store's timeout of minutes would apply.
 LIMIT_S = 60.0
 
 

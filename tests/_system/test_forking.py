@@ -1,4 +1,4 @@
-"""A process that is forked while a library's threads enter and leave Python runs its code, before CPython 3.12 too."""
+"""Forked processes do not hang if a library's threads attach to and detach from Python, also before CPython 3.12."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from lightning_strategies_ext.shm import compiler
 
 pytestmark = pytest.mark.processes
 
-#: Each becomes one of Python's threads over and over again, as one does that lets go of a tensor.
+#: Each thread repeatedly attaches to Python and detaches from it, like a thread that releases a tensor.
 THREADS = """
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-"""Frames of a stream of bytes."""
+"""Frames in a byte stream."""
 
 import struct
 import tracemalloc

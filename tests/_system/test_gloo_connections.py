@@ -1,4 +1,4 @@
-"""gloo's listeners after the ranks have connected, its interface, and a rank whose place another user takes."""
+"""gloo's listeners after the ranks have connected, its network interface, and connections from another user."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def connect_and_exchange(backend: str, restricted: bool) -> tuple[int, list[floa
     levels = None
     if restricted:
         process_group.start(environment, backend, torch.device("cpu"), timeout)
-        levels = HostGroups.create(torch.device("cpu"), timeout)  # a group of its own
+        levels = HostGroups.create(torch.device("cpu"), timeout)  # a separate group
     else:
         dist.init_process_group(backend, rank=rank, world_size=size)
     ports = [address for address in listening() if address != (os.environ["MASTER_ADDR"], environment.main_port)]
@@ -80,12 +80,12 @@ def test_no_rank_listens_for_gloo_after_the_ranks_have_connected(backend: str, s
 
 @pytest.mark.processes
 def test_without_a_restriction_ranks_listen_for_gloo():
-    """The test above can fail."""
+    """Verifies that the test above can fail."""
     assert all(num_ports > 0 for num_ports, _ in run_ranks(connect_and_exchange, "gloo", False, world_size=2))
 
 
 def listen_beside_gloo() -> list[bool]:
-    """Listens at a port in the same block, in this process, as a server of the user does in another thread."""
+    """Opens a listener in the same block, like a user's server in another thread."""
     rank, size = int(os.environ["LOCAL_RANK"]), 2
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0)
     with restrict_gloo(is_one_host=True):
@@ -135,7 +135,7 @@ def test_a_rank_whose_place_another_user_has_taken_is_rejected(tmp_path: Path):
         subprocess.Popen([*command, "0", "0", str(store)], **pipes) as rank,
     ):
         assert rank.stdout is not None
-        reported = rank.stdout.readline()  # both keep their connection until it has come
+        reported = rank.stdout.readline()  # both processes keep their connections until the message has arrived
         rank.communicate()
         stranger.communicate()
     assert f"leads to a process of user {STRANGER} instead of user 0" in reported
@@ -169,7 +169,7 @@ def test_ranks_of_one_host_use_the_loopback_interface_for_any_hostname(interface
         assert f"Unable to find address for: {interface}" in ran.stdout, "the user's choice is kept"
         return
     assert ran.returncode == 0, ran.stdout
-    printed = re.findall(r"connected (\[[^]]*\])", ran.stdout)  # both ranks write to one pipe: not always whole lines
+    printed = re.findall(r"connected (\[[^]]*\])", ran.stdout)  # both ranks write to one pipe, so lines may be mixed
     assert len(printed) == 2, ran.stdout
     assert {address for addresses in printed for address in json.loads(addresses)} == {expected}, ran.stdout
 

@@ -1,4 +1,4 @@
-"""What is copied from a GPU, for which stands a tensor that says that it is on one, is waited for once."""
+"""Copies from a GPU are awaited once; a tensor subclass simulates the GPU."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class OnGPU(Tensor):
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The memory that is made, and the waiting for copies. A CPU has no pinned memory."""
+    """Records allocations and waits. A CPU has no pinned memory."""
     events: list[str] = []
     empty_like = torch.empty_like
 

@@ -1,4 +1,4 @@
-"""What is free is what the host has, or what a control group still allows: a real one, made by the test."""
+"""Free memory is the minimum of the host's free memory and the remaining limit of a control group (a real one)."""
 
 import os
 import subprocess
@@ -27,9 +27,9 @@ print(before, free_memory())
 
 
 def groups() -> Iterator[tuple[Path, str]]:
-    """Groups that may have limited ones in them, and the name of the file with a limit: this process's, and the first.
+    """Yields groups that may have limited subgroups, with the name of the limit file: own group and root.
 
-    In version 2 a group that has processes can limit no others, but for the latter.
+    In version 2, a group with processes cannot have limited subgroups, except for the root.
     """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -42,10 +42,10 @@ def groups() -> Iterator[tuple[Path, str]]:
 
 @contextmanager
 def limited(parent: Path, limit: str) -> Iterator[Path]:
-    """A group in which processes may have :data:`LIMIT` bytes together.
+    """Creates a group whose processes may use :data:`LIMIT` bytes in total.
 
     Raises:
-        OSError: If none can be made here.
+        OSError: If this host does not permit such a group.
     """
     group = parent / f"tests-{os.getpid()}"
     group.mkdir()
@@ -59,7 +59,7 @@ def limited(parent: Path, limit: str) -> Iterator[Path]:
 @pytest.fixture
 def limited_group() -> Iterator[Path]:
     if not Path("/proc/self/cgroup").exists():
-        pytest.skip("there are no control groups here")
+        pytest.skip("this host has no control groups")
     errors: list[str] = []
     with ExitStack() as stack:
         for parent, limit in groups():
@@ -70,7 +70,7 @@ def limited_group() -> Iterator[Path]:
                 continue
             yield group
             return
-    pytest.skip(f"no control group with a limit can be made here: {'; '.join(errors)}")
+    pytest.skip(f"this host permits no control group with a limit: {'; '.join(errors)}")
 
 
 @pytest.mark.processes

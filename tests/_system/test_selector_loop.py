@@ -1,4 +1,4 @@
-"""The selector loop of a thread."""
+"""Tests of the selector loop of a thread."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""``--against REV`` of the benchmarks: both revisions are measured by today's program, and nothing is left behind."""
+"""``--against REV`` of the benchmarks: the current program measures both revisions, and removes its worktree."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def checkout() -> Path:
 
 @pytest.fixture
 def repository() -> Iterator[Path]:
-    """A repository of two commits: the first one has no messages between hosts, the second one is the working tree."""
+    """Creates a repository with two commits: the first lacks messages between hosts, the second is the working tree."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         ignored = shutil.ignore_patterns("__pycache__", "results", "pytorch_lightning")

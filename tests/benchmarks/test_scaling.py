@@ -1,4 +1,4 @@
-"""The model of ``python -m benchmarks.scaling``, held against numbers made by hand and against known limits."""
+"""The model of ``python -m benchmarks.scaling``, compared with manual calculations and with known limits."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ from benchmarks.scaling_model import (
     two_levels,
 )
 
-#: One second per message and a millisecond per byte, so that sums can be made in the head.
+#: One second per message and a millisecond per byte, for simple arithmetic.
 LINK = Link(1.0, 1e-3)
 FREE = Link(0.0, 0.0)
 NO_LATENCY = Link(0.0, 1e-3)
@@ -78,7 +78,7 @@ def test_two_levels_on_one_host_are_one_level():
 
 
 def test_two_levels_by_hand():
-    # Inside 2 * (3 messages of 250 bytes); between, two messages of 125 bytes at a quarter of the cable's rate.
+    # Intra-host: 2 * (3 messages of 250 bytes). Inter-host: two messages of 125 bytes at a quarter of the bandwidth.
     assert two_levels(Cluster(2, 4, LINK, LINK), 1000) == pytest.approx(2 * (3 + 0.75) + 2 * (1 + 0.125 * 4))
 
 
@@ -123,8 +123,8 @@ COMPUTATION = Computation(2.0, 3.0, (Bucket(1000, 1.0), Bucket(500, 3.0)))
     ("s_per_byte", "overlapped", "one_after_the_other"),
     [
         (0.0, 5.0, 5.0),
-        (1e-3, 5.5, 6.5),  # the first bucket is through when the last one comes
-        (4e-3, 2 + 1 + 4 + 2, 5 + 6),  # the last one waits for the first
+        (1e-3, 5.5, 6.5),  # the first bucket is finished when the last bucket is ready
+        (4e-3, 2 + 1 + 4 + 2, 5 + 6),  # the last bucket waits for the first bucket
     ],
 )
 def test_a_step_by_hand(s_per_byte, overlapped, one_after_the_other):
@@ -153,7 +153,7 @@ def test_efficiency_is_what_is_left_of_the_work_of_one():
 
 
 def training(between: Link) -> Training:
-    """Training of 10^8 parameters, with eight ranks on each host."""
+    """Returns the model of a training with 10^8 parameters and eight ranks per host."""
     return Training(0.3, Computation.of(0.3, 4e8), 4e8, 8, Link.of(5, 200), between, GIVEN)
 
 
@@ -175,13 +175,13 @@ def test_whatever_compresses_is_plain_two_levels_with_fewer_bytes_between_hosts(
     bf16, powersgd, topk = (costs_of(name, cluster, num_bytes, GIVEN)[0] for name in ("bf16", "powersgd", "topk"))
     assert bf16(num_bytes) == pytest.approx(whole(num_bytes) / 2)
     assert powersgd(num_bytes) == pytest.approx(whole(num_bytes) * GIVEN.thin_share)
-    # A hundredth of the gradients, with their places, from each of the other hosts.
+    # A hundredth of the gradients, with their indices, from each of the other hosts.
     assert topk(num_bytes) == pytest.approx(3 * num_bytes * 0.02 * 1e-3)
 
 
 def test_short_sums_are_made_in_one_shot_over_gloo():
     cluster = Cluster(4, 1, FREE, LINK)
-    # Two messages of 5 bytes: to each of three others, where a ring has six messages of a quarter, and a tree four.
+    # Two messages of 5 bytes to each of three other ranks; a ring has six messages of a quarter, and a tree has four.
     assert costs_of("powersgd", cluster, 1000, GIVEN)[0](1000) == pytest.approx(2 * 3 * (1 + 0.005))
     by_tree = costs_of("powersgd", cluster, 1000, GIVEN, halving_doubling)[0](1000)
     assert by_tree == pytest.approx(2 * (4 + 1.5 * 0.005))
@@ -196,7 +196,7 @@ def test_the_largest_gradients_of_many_are_more_than_all_gradients():
 def test_a_tree_is_two_levels_with_a_tree_at_both():
     cluster = Cluster(2, 2, LINK, LINK)
     cost, _ = costs_of(TREE, cluster, 1000, GIVEN)
-    assert cost(1000) == pytest.approx(two_levels(cluster, 1000))  # of two, a tree is a ring
+    assert cost(1000) == pytest.approx(two_levels(cluster, 1000))  # with two ranks, a tree is a ring
 
 
 def test_models_are_exchanged_once_in_a_period():
@@ -218,7 +218,7 @@ def test_what_compressing_takes_is_a_part_of_the_step():
 
 
 def test_thin_matrices_by_hand():
-    # 2 * (100 + 50) of 5000, and a vector, which stays as it is.
+    # 2 * (100 + 50) of 5000, and a vector, which is not compressed.
     assert thin_share([(100, 50), (100,)], 2) == pytest.approx((300 + 100) / 5100)
     assert thin_share([(10, 5, 2)], 3) == pytest.approx(60 / 100)
 

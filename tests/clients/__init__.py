@@ -1,1 +1,1 @@
-"""Programs that use libraries which build on Lightning; ``make clients`` runs them."""
+"""Programs that use other libraries based on Lightning; ``make clients`` runs the programs."""

@@ -1,6 +1,7 @@
-"""``python -m tests.clients``: trains with other libraries, with Lightning's strategies and with ours, and compares.
+"""``python -m tests.clients``: compares this package's strategies with Lightning's in programs of other libraries.
 
-It writes the table in ``docs/other_libraries.md`` and fails if results differ, unless :mod:`.cases` expects it.
+The command writes the table in ``docs/other_libraries.md``. It fails if results differ, unless :mod:`.cases` expects
+the difference.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tests.support.ranks import REPOSITORY, WITHOUT_MPI, run_command
 
 BEGIN, END = "<!-- written by `make clients` -->", "<!-- end of what is written -->"
 PROGRAMS = Path(__file__).parent / "programs"
-#: Relative difference of numbers that count as equal: `dp_ext` sums over the batch in another order than one device.
+#: Maximum relative difference of equal numbers: `dp_ext` sums over the batch in a different order than one device.
 TOLERANCE = 1e-3
 #: Time limit of a program with one strategy: `optuna_search` starts ten processes, each of which imports for seconds.
 LIMIT_S = 900
@@ -34,13 +35,13 @@ _LONGEST_REASON = 220
 
 @dataclass(frozen=True)
 class Run:
-    """What one program printed with one strategy.
+    """The results of one program with one strategy.
 
     Attributes:
-        results: One for each time that it trained, or None if it failed.
-        problem: Last line of its output, if it failed.
-        output: All of its output.
-        seconds: How long it took.
+        results: One result per training run of the program, or None if the program failed.
+        problem: Last line of the output, if the program failed.
+        output: The whole output.
+        seconds: Run time in seconds.
     """
 
     results: list[dict[str, Any]] | None
@@ -51,17 +52,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cell of the table contains, and whether it is as expected."""
+    """The text of a cell of the table, and whether the result is expected."""
 
     text: str
     is_expected: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Runs the command, and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__.splitlines()[0])
-    parser.add_argument("programs", nargs="*", metavar="program", help=f"all, or some of {', '.join(CASES)}")
-    parser.add_argument("--report", type=Path, help="page whose table is updated; other rows stay as they are")
+    parser.add_argument(
+        "programs", nargs="*", metavar="program", help=f"programs to run, by default all: {', '.join(CASES)}"
+    )
+    parser.add_argument(
+        "--report", type=Path, help="page whose table is updated; rows of other programs are not changed"
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.programs) - CASES.keys()
     if unknown:
@@ -84,7 +89,7 @@ def run_case(name: str, case: Case) -> tuple[list[str], list[str]]:
     """Runs a program with all its strategies.
 
     Returns:
-        The cells of its row, and what is not as expected.
+        The cells of the program's row, and the unexpected results.
     """
     runs = {strategy: run(name, strategy, case) for strategy in case.strategies}
     verdicts = {strategy: judge(strategy, runs, case) for strategy in case.ours}
@@ -101,7 +106,7 @@ def run_case(name: str, case: Case) -> tuple[list[str], list[str]]:
 
 
 def run(name: str, strategy: str, case: Case) -> Run:
-    """Runs a program in a directory of its own, in processes that compute in one thread.
+    """Runs a program in a new directory, in processes that compute in one thread.
 
     A program that exceeds :data:`LIMIT_S` counts as failed, so that the rows of the remaining programs are written.
     """
@@ -125,16 +130,16 @@ def run(name: str, strategy: str, case: Case) -> Run:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """The first sentence of the last line of a program's output that names an exception."""
+    """Returns the first sentence of the last line of a program's output that names an exception."""
     named = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in lines]
     named = [line.strip() for line in named if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    line = (named or [line.strip() for line in lines if line.strip()] or ["it printed nothing"])[-1]
+    line = (named or [line.strip() for line in lines if line.strip()] or ["the output is empty"])[-1]
     line = line.partition(". ")[0].replace("|", "\\|").replace(str(REPOSITORY), ".")
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
-    """Compares a strategy of ours with its reference: Lightning's, or one device for ``dp_ext``."""
+    """Compares a strategy of this package with its reference: Lightning's strategy, or one device for ``dp_ext``."""
     ours, reference = runs[strategy], runs[case.reference(strategy)]
     expected = case.exceptions.get(strategy)
     if ours.results is None:
@@ -155,7 +160,7 @@ def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
     if len(ours.results) != len(reference.results):
         return Verdict(f"{len(ours.results)} results, not {len(reference.results)}", is_expected=False)
     if difference > TOLERANCE:
-        reason = f", since {expected}" if expected else ""
+        reason = f", because {expected}" if expected else ""
         keys = ", ".join(dict.fromkeys(key for pair in pairs for key in differing_keys(*pair)))
         amount = f" by {difference:.1g}" if math.isfinite(difference) else ""
         return Verdict(f"differs{amount} in {keys}{reason}", expected is not None)
@@ -164,7 +169,7 @@ def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
 
 
 def are_half(stock: Any, whole: Any) -> bool:
-    """Whether a rank's predictions are every second one of all; libraries may fill up the others with NaN."""
+    """Returns whether a rank has every second prediction. Libraries may set the other predictions to NaN."""
     if not isinstance(stock, list) or not isinstance(whole, list):
         return False
     own = [row for row in stock if not is_nan(row)]
@@ -172,14 +177,14 @@ def are_half(stock: Any, whole: Any) -> bool:
 
 
 def is_nan(row: Any) -> bool:
-    """Whether a prediction, or the first number of it, is NaN."""
+    """Returns whether a prediction, or its first number, is NaN."""
     while isinstance(row, list):
         row = row[0]
     return isinstance(row, float) and math.isnan(row)
 
 
 def differences(ours: Any, theirs: Any) -> Iterator[float]:
-    """Relative differences of all numbers; infinity where anything else differs."""
+    """Yields the relative differences of all numbers; infinity for any other difference."""
     yield 0.0
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         for key, value in ours.items():
@@ -196,24 +201,24 @@ def differences(ours: Any, theirs: Any) -> Iterator[float]:
 
 
 def differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the results that differ by more than :data:`TOLERANCE`, or that one of the two lacks."""
+    """Yields the names of results that differ by more than :data:`TOLERANCE`, or that one strategy does not have."""
     for key in [*ours, *(theirs.keys() - ours.keys())]:
         if max(differences(ours.get(key), theirs.get(key))) > TOLERANCE:
             yield key
 
 
 def describe(name: str) -> str:
-    """What a program does: its docstring, without the library's name."""
+    """Returns the description of a program: its docstring, without the library's name."""
     first = (PROGRAMS / f"{name}.py").read_text().splitlines()[0].strip('"')
     return first.partition(": ")[2].rstrip(".")
 
 
 def write_row(page: Path, name: str, row: Sequence[str]) -> None:
-    """Writes a program's row into the table, which stays sorted; the other rows stay as they are."""
+    """Writes a program's row into the sorted table, without a change of other rows."""
     before, _, rest = page.read_text().partition(BEGIN)
     table, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
+        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}, which enclose the generated table")
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| `")}
     rows[f"`{name}`"] = f"| {' | '.join([f'`{name}`', *row])} |"
     day = datetime.now(timezone.utc).date()
@@ -221,14 +226,14 @@ def write_row(page: Path, name: str, row: Sequence[str]) -> None:
         f"Last run: {day}, torch {torch.__version__}, lightning {version_of('lightning')}, pytorch-lightning "
         f"{version_of('pytorch-lightning')}, Python {platform.python_version()}, two ranks on CPU."
     )
-    columns = ("program", "library", "what it does", "stock", "ours", "notes")
+    columns = ("program", "library", "description", "stock", "ours", "notes")
     lines = [where, "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [rows[key] for key in sorted(rows)]
     page.write_text("\n".join([f"{before}{BEGIN}\n", *lines, f"\n{END}{after}"]))
 
 
 def version_of(package: str) -> str | None:
-    """Its version, or None if it is not installed."""
+    """Returns the version of a distribution, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The programs: the libraries that each uses, the strategies that it runs with, and what is expected of them."""
+"""The programs, with the libraries that they use, the strategies that they run with, and the expected results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ class Case:
 
     Attributes:
         packages: Distributions whose versions the table shows.
-        notes: For users of the library; the last cell of the row.
-        ours: Strategies that are compared: ``dp_ext`` with one device, the others with ``stock``.
+        notes: Notes for users of the library; the last cell of the row.
+        ours: Strategies of this package. ``dp_ext`` is compared with one device, other strategies with ``stock``.
         stock: Lightning's strategy.
-        exceptions: By strategy, a part of the error that is expected, or the reason why results differ.
+        exceptions: By strategy, a part of the expected error, or the reason for different results.
         left_out: Results that are not compared.
-        arguments: For the command line of the program.
+        arguments: Arguments of the program's command line.
     """
 
     packages: tuple[str, ...]
@@ -28,12 +28,12 @@ class Case:
 
     @property
     def strategies(self) -> list[str]:
-        """All that the program runs with."""
+        """All strategies with which the program runs."""
         one_device = ["auto"] if "dp_ext" in self.ours else []
         return [self.stock, *one_device, *self.ours]
 
     def reference(self, strategy: str) -> str:
-        """The strategy whose results are those of ``strategy``."""
+        """Returns the strategy that ``strategy`` is compared with."""
         return "auto" if strategy == "dp_ext" else self.stock
 
 
@@ -44,17 +44,17 @@ CASES = {
     "command_line": Case(("jsonargparse",), "With `lightning.pytorch` and with `pytorch_lightning`."),
     "darts_nbeats": Case(
         ("u8darts",),
-        "Imports `pytorch_lightning`. Installed without its extra `torch`, which asks for an older Lightning. Its "
+        "Imports `pytorch_lightning`. Installed without its extra `torch`, which requires an older Lightning. Its "
         "`predict_step` has the series in the second dimension. Weights are the same.",
         exceptions={
-            "ddp_spawn_ext": "forecasts come rank by rank, not in the order of the series",
-            "dp_ext": "forecasts are joined in the first dimension: darts takes them for samples of half the series",
+            "ddp_spawn_ext": "forecasts are ordered by rank, not by series",
+            "dp_ext": "forecasts are concatenated in the first dimension, which darts interprets as samples",
         },
     ),
     "finetuning": Case(
         ("finetuning-scheduler",),
-        "Needs `FinetuningScheduler(allow_untested=True)`. Weights are not compared, since Lightning's `ddp` does not "
-        "exchange what is unfrozen.",
+        "Needs `FinetuningScheduler(allow_untested=True)`. Weights are not compared, because Lightning's `ddp` does "
+        "not exchange gradients of unfrozen parameters.",
         left_out=("weights",),
     ),
     "forecasting": Case(("pytorch-forecasting",)),
@@ -66,7 +66,7 @@ CASES = {
     "gluonts_deepar": Case(
         ("gluonts",),
         "Reads a stream: each rank draws its own samples. Use `ddp_fork_ext` for workers: the stream is a "
-        "generator, which cannot be pickled for spawned ones.",
+        "generator, which cannot be pickled for spawned workers.",
         ours=("ddp_ext", "ddp_spawn_ext", "ddp_fork_ext"),
         exceptions={"ddp_spawn_ext": "cannot pickle 'generator' object"},
     ),
@@ -76,9 +76,9 @@ CASES = {
     "mlflow_autolog": Case(("mlflow",)),
     "neuralforecast_nhits": Case(
         ("neuralforecast",),
-        "Imports `pytorch_lightning`. With `ddp` and `ddp_ext`, `predict` gives rank 0's forecasts and fills up with "
-        "NaN; `ddp_spawn_ext` gives all.",
-        exceptions={"dp_ext": "the step draws its windows at random, in each replica"},
+        "Imports `pytorch_lightning`. With `ddp` and `ddp_ext`, `predict` returns the forecasts of rank 0, and "
+        "NaN for other series; `ddp_spawn_ext` returns all forecasts.",
+        exceptions={"dp_ext": "the step of each replica draws random windows"},
     ),
     "notebook": Case(
         ("nbclient", "ipykernel"), stock="ddp_notebook", ours=("ddp_notebook_ext", "ddp_spawn_ext", "dp_ext")
@@ -91,22 +91,22 @@ CASES = {
     ),
     "rl4co_tsp": Case(
         ("rl4co",),
-        "Draws its instances at the start of each stage. Call `seed_everything` before `test` too, and `ddp_spawn_ext` "
-        "gives the numbers of `ddp`.",
+        "Draws its instances at the start of each stage. For equal results of `ddp_spawn_ext` and `ddp`, call "
+        "`seed_everything` before `test`, too.",
         ours=("ddp_ext", "ddp_spawn_ext"),
-        exceptions={"ddp_spawn_ext": "its workers continue the random numbers of `fit`; `ddp` returns to the seed"},
+        exceptions={"ddp_spawn_ext": "workers continue the random numbers of `fit`; `ddp` resets the seed"},
     ),
     "scvi_autoencoder": Case(
         ("scvi-tools",),
-        "Use the names with `_find_unused_parameters_true`, as its documentation does. With `ddp_spawn_ext`, set "
-        "`scvi.settings.seed` at the top of the script, which workers import: they split the cells.",
+        "Use the names with `_find_unused_parameters_true`, as in its documentation. With `ddp_spawn_ext`, set "
+        "`scvi.settings.seed` at the top of the script, which workers import, because workers split the cells.",
         exceptions={"dp_ext": "is given a number by each replica"},
     ),
     "stateful_loader": Case(("torchdata",)),
     "tabular_category": Case(
         ("pytorch-tabular",),
         "Imports `pytorch_lightning`.",
-        exceptions={"dp_ext": "batch normalization is over the part of each replica"},
+        exceptions={"dp_ext": "batch normalization uses the part of the batch of each replica"},
     ),
     "transformers_bert": Case(("transformers", "datasets")),
 }

@@ -1,1 +1,1 @@
-"""Collectives over engines."""
+"""Tests of the collectives over both engines."""

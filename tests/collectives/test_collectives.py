@@ -1,4 +1,4 @@
-"""The promises of :mod:`lightning_strategies_ext.collectives`: right results for every dtype, and no needless trips."""
+""":mod:`lightning_strategies_ext.collectives`: correct results for all dtypes, without unnecessary round trips."""
 
 import os
 import pickle
@@ -37,7 +37,7 @@ def input_of(rank: int, dtype: torch.dtype, shape=(3, 2)) -> torch.Tensor:
 
 
 def count_collectives(function) -> list[str]:
-    """The names of the collectives that ``function`` runs, as torch's profiler records them."""
+    """Returns the names of the collectives that ``function`` runs, from torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         function()
     return [event.name for event in profiler.events() if event.name.startswith("c10d::")]
@@ -251,7 +251,7 @@ def test_a_rank_whose_tensor_is_empty_takes_part_in_all_gather():
         assert shape == (2, 0, 2)
         assert "rank 0 calls all_gather of torch.float32, 0 bytes on all ranks together" in first
         assert "rank 1 calls all_gather of torch.float32, 48 bytes on all ranks together" in first
-        assert "[5.0]" not in second  # the group is at an end
+        assert "[5.0]" not in second  # the group is closed after the error
 
 
 def gather_with_gradients(sub: bool) -> torch.Tensor | None:
@@ -261,7 +261,7 @@ def gather_with_gradients(sub: bool) -> torch.Tensor | None:
     x = (input_of(rank, torch.float64) * 1.0).requires_grad_()
     gathered = collectives.all_gather(x, group, sync_grads=True)
     loss_of_gathered(gathered, weight=rank + 1.0).backward()
-    dist.barrier()  # rank 0 has the store, which one that is in no group may need for longer
+    dist.barrier()  # rank 0 serves the store, which a rank outside of the group may need for longer
     return x.grad
 
 
@@ -346,7 +346,7 @@ def leave_many_groups(backend: str) -> int:
 
 
 def use_tensors_of_the_host_over_a_backend_of_gpus() -> list[list[float]]:
-    """For NCCL stands in a group that carries tensors which were copied to a GPU, for which stand copies."""
+    """Simulates NCCL with a group that accepts only copies of tensors, as if they were on a GPU."""
     on_gpu: list[torch.Tensor] = []
     move, device = torch.Tensor.to, torch.device("cuda", 0)
 
@@ -369,7 +369,7 @@ def use_tensors_of_the_host_over_a_backend_of_gpus() -> list[list[float]]:
             self._check(tensor)
             return self.gloo.allgather([list(output.chunk(self.size()))], [tensor])
 
-        all_gather_single = _allgather_base  # its name from torch 2.13 on
+        all_gather_single = _allgather_base  # the name since torch 2.13
 
         def _check(self, tensor: torch.Tensor) -> None:
             if all(tensor.data_ptr() != each.data_ptr() for each in on_gpu):
@@ -400,5 +400,5 @@ def test_cpu_tensors_are_reduced_and_gathered_over_a_backend_for_gpus():
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_group_can_be_left_at_once_after_a_collective(backend):
-    """In torch 2.5, ``destroy_process_group`` alone may wait indefinitely there."""
+    """In torch 2.5, ``destroy_process_group`` alone may wait indefinitely in this case."""
     assert run_ranks(leave_many_groups, backend) == [100, 100]

@@ -1,4 +1,4 @@
-"""The promises of :mod:`lightning_strategies_ext.collectives.local`: a rank without peers waits for no rank."""
+""":mod:`lightning_strategies_ext.collectives.local`: a rank without peers waits for no rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The promises of :mod:`lightning_strategies_ext.collectives.packed_exchange`: one message, matched by name."""
+""":mod:`lightning_strategies_ext.collectives.packed_exchange`: one message, with values matched by name."""
 
 import os
 import threading
@@ -85,7 +85,7 @@ def on_ranks(size: int, function: Callable[[ThreadCollectives], Any]) -> list[An
 
 
 def parts_of(rank: int) -> list[Part]:
-    """Values of every reduction, of several dtypes and shapes; every second rank lists them in reverse."""
+    """Returns values of all reductions, in several dtypes and shapes; every second rank has the reverse order."""
     parts = [
         Part("loss", "mean", torch.tensor(0.1 + rank)),
         Part("total", "sum", torch.tensor(1.5 * rank, dtype=torch.float64)),

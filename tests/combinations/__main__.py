@@ -1,9 +1,9 @@
-"""Runs the table of combinations, and writes it: ``python -m tests.combinations --report docs/combinations.md``.
+"""Runs the table of combinations: ``python -m tests.combinations --report docs/combinations.md`` writes the page.
 
 python -m tests.combinations --strategies ddp_ext --only EMA accumulation   # some cells
 python -m tests.combinations --strategies ddp_ext --fault "ranks differ"     # every cell has to fail
 
-Verdicts are kept in ``tests/combinations/verdicts``, a file per strategy; ``--report`` reads them from there.
+The verdicts are in ``tests/combinations/verdicts``, one file per strategy; ``--report`` reads these files.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.combinations.report import report
 from tests.combinations.table import STRATEGIES, cells_of, fixed_part, judged, name_of, reference_strategy
 from tests.support.ranks import REPOSITORY
 
-#: Cells after which verdicts are kept.
+#: Number of cells after which the verdicts are written.
 AT_ONCE = 60
 RESULTS = REPOSITORY / "tests" / "combinations" / "verdicts"
 
@@ -27,12 +27,12 @@ RESULTS = REPOSITORY / "tests" / "combinations" / "verdicts"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.combinations", description=__doc__.partition("\n")[0])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--only", nargs="+", help="cells that have one of these features")
-    parser.add_argument("--fixed", action="store_true", help="the part that is a test")
-    parser.add_argument("--missing", action="store_true", help="cells that have no verdict yet")
-    parser.add_argument("--fault", help="what is wrong with gradients, so that cells have to fail")
-    parser.add_argument("--stock", action="store_true", help="ddp_ext beside Lightning's `ddp`, bit by bit")
-    parser.add_argument("--report", type=Path, help="the page that is written from the verdicts so far")
+    parser.add_argument("--only", nargs="+", help="run only cells with one of these features")
+    parser.add_argument("--fixed", action="store_true", help="run only the cells of the test suite")
+    parser.add_argument("--missing", action="store_true", help="run only cells without a verdict")
+    parser.add_argument("--fault", help="fault to inject into the gradients, so that cells must fail")
+    parser.add_argument("--stock", action="store_true", help="compare ddp_ext with Lightning's `ddp`, bit by bit")
+    parser.add_argument("--report", type=Path, help="page to write from all verdicts")
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     all_references: dict[str, dict[Cell, object]] = {}

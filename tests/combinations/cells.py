@@ -1,7 +1,7 @@
-"""Runs cells: many in the same ranks, which are started again where a cell ends them.
+"""Runs cells: ranks run many cells, and are started again after a cell that makes them exit.
 
 found = run_cells("ddp_ext", [("EMA",), ("accumulation", "EMA")])
-found["accumulation", "EMA"]  # of each rank: what it observes, or how it has failed
+found["accumulation", "EMA"]  # by rank: observations, or the failure
 """
 
 import os
@@ -32,7 +32,7 @@ from tests.support.ranks import outcomes_of_ranks
 #: Name of our strategy, for example "ddp_ext".
 OURS = "lightning_strategies_ext"
 Cell = tuple[str, ...]
-#: Strategies of which each rank runs the function of a cell. The others start their processes themselves, or none.
+#: Strategies whose ranks all run the function of a cell. Other strategies start their processes, or have one process.
 STARTED = ("ddp", "ddp_ext", "fabric ddp_ext")
 OVER_HOROVOD = ("horovod_ext", "fabric horovod_ext")
 
@@ -64,7 +64,7 @@ class Failure:
 
 
 def make_strategy(name: str, arguments: dict[str, Any], fault: str | None) -> Any:
-    """Makes a strategy by its name; one for the Trainer, or "auto" for one device."""
+    """Creates a strategy for the Trainer by its name; returns "auto" for one device."""
     if fault == "no exchange" and "compression" not in arguments and arguments.get("bucket_cap_mb") != "auto":
         arguments = {**arguments, "ddp_comm_hook": _exchanges_nothing}
     makers: dict[str, Callable[..., Any]] = {
@@ -101,7 +101,7 @@ def _devices(strategy: str) -> Any:
 
 
 def run_one(strategy: str, cell: Cell, directory: str, fault: str | None) -> Any:
-    """Runs a cell in this rank. Returns what it observes, or its :class:`Failure`."""
+    """Runs a cell in this rank; returns the observations, or a :class:`Failure`."""
     setup = setup_of(cell, strategy)
     arguments = {} if strategy.endswith("one device") else setup.strategy
     made: list[Any] = []
@@ -121,10 +121,10 @@ def run_one(strategy: str, cell: Cell, directory: str, fault: str | None) -> Any
 
 
 def run_all(strategy: str, cells: list[tuple[int, Cell]], directory: str, fault: str | None) -> None:
-    """Runs cells in this rank, one after the other, and leaves what they give in files; ends after one that fails."""
+    """Runs cells in this rank, one after the other, and writes the results to files; stops after a failed cell."""
     from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
-    if strategy not in (*STARTED, *OVER_HOROVOD):  # this process is no rank; it starts them, or has none
+    if strategy not in (*STARTED, *OVER_HOROVOD):  # this process is no rank; its strategy starts the ranks, or has none
         for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     launch = LaunchInfo.from_environment() if strategy in OVER_HOROVOD else None
@@ -134,7 +134,7 @@ def run_all(strategy: str, cells: list[tuple[int, Cell]], directory: str, fault:
         torch.save(outcome, Path(directory, f"{number}-{rank}.part"))
         Path(directory, f"{number}-{rank}.part").rename(Path(directory, f"{number}-{rank}"))
         if isinstance(outcome, Failure) and outcome.ends and strategy in (*STARTED, *OVER_HOROVOD):
-            return  # the other ranks may wait for this one, or know that it has failed
+            return  # the other ranks may wait for this rank, or may have detected its failure
 
 
 def _rank() -> int:
@@ -142,7 +142,7 @@ def _rank() -> int:
 
 
 def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dict[Cell, list[Any]]:
-    """Returns what each rank observes in each cell, or its :class:`Failure`."""
+    """Returns the observations of each rank in each cell, or its :class:`Failure`."""
     found: dict[Cell, list[Any]] = {}
     left = list(enumerate(cells))
     num_ranks = NUM_RANKS if strategy in (*STARTED, *OVER_HOROVOD) else 1
@@ -164,7 +164,7 @@ def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dic
                 found[cell] = [
                     torch.load(path, weights_only=False)
                     if path.exists()
-                    else Failure("ended", "the process of this rank has ended", "", rank_errors[rank])
+                    else Failure("ended", "the process of this rank has exited", "", rank_errors[rank])
                     for rank, path in enumerate(paths)
                 ]
                 done += 1

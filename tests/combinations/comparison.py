@@ -9,19 +9,19 @@ from torch import Tensor
 from tests.combinations.cells import Cell, Failure
 from tests.combinations.features import closeness_of
 
-#: How far parameters may be from those of the reference, as a share of the way that these went in training.
+#: Maximum distance from the parameters of the reference, relative to the distance that training covers.
 SHARES = {"rounded": 0.1, "lossy": 0.5, "summed": 1.0}
-#: Statuses: "as alone": a refusal that is that of one device, or of Lightning's `ddp`, too.
+#: Statuses. "as alone": one device, or Lightning's `ddp`, raises the same exception.
 Status = Literal["right", "refused", "as alone", "wrong"]
 
 
 @dataclass
 class Verdict:
-    """Whether a cell is right.
+    """The verdict on a cell.
 
     Attributes:
         status: See :data:`Status`.
-        text: The message of a refusal, or what is wrong.
+        text: The message of a refusal, or the difference that was found.
     """
 
     status: Status
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(cell: Cell, outcomes: list[Any], reference: Any, stock: list[Any] | None = None) -> Verdict:
-    """Judges what the ranks of a cell observe, beside one device, and beside Lightning's `ddp` where that has run."""
+    """Compares the observations of the ranks with one device, and with Lightning's `ddp` if it has run the cell."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if failures:
         return _judge_failure(cell, failures, len(failures) == len(outcomes), reference, stock)
@@ -38,7 +38,7 @@ def judge(cell: Cell, outcomes: list[Any], reference: Any, stock: list[Any] | No
     problems = _differences_of_ranks(cell, outcomes) or _differences(cell, outcomes, reference)
     if not problems and stock is not None and not any(isinstance(each, Failure) for each in stock):
         problems = [
-            f"rank {rank}: {name} differs from that of Lightning's `ddp`"
+            f"rank {rank}: {name} differs between the strategy and Lightning's `ddp`"
             for rank, (ours, theirs) in enumerate(zip(outcomes, stock, strict=True))
             for name, value in theirs["weights"].items()
             if not torch.equal(value, ours["weights"][name])
@@ -92,7 +92,7 @@ def _differences(cell: Cell, outcomes: list[Any], reference: dict[str, Any]) -> 
         way = _distance(reference["weights"], reference["before"])
         share = _distance(ours["weights"], reference["weights"]) / way
         if not share <= SHARES[closeness]:
-            problems.append(f"parameters are {share:.3g} of the way of training from those of one device")
+            problems.append(f"parameters differ from one device by {share:.3g} of the distance that training covers")
         return problems
     problems += _unequal("", ours["weights"], reference["weights"])
     problems += _unequal("the metric ", ours["metrics"], reference["metrics"])

@@ -1,10 +1,10 @@
-"""Features that are combined: what each changes of the model, the Trainer, the strategy, and the data.
+"""Features that are combined: changes of the model, the Trainer, the strategy, and the data.
 
 setup = setup_of(("accumulation", "EMA"), "ddp_ext")
 trainer = make_trainer(DDPStrategy(**setup.strategy), **setup.trainer)
 
-A feature of the strategy alone (``trains_alike``) leaves the reference as it is. Two features of one slot exclude each
-other: a Trainer has one precision.
+The reference does not use features of the strategy alone (``trains_alike``). Two features of one slot exclude each
+other, for example two precisions.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightA
 
 from lightning_strategies_ext import CommunicationMonitor, DiLoCo, LocalSGD, PowerSGD, TopK
 
-#: How close the parameters are to those of the reference. "exact": up to the rounding of float32. "rounded": numbers
-#: of 8 bits. "lossy": nearer to the reference than half of the way that training went. "summed": nearer than
-#: the whole way, since Adasum adds up what of the gradients of two ranks is orthogonal, up to twice their mean.
+#: Maximum distance from the parameters of the reference. "exact": the rounding of float32. "rounded": the rounding of
+#: 8-bit mantissas. "lossy": half of the distance that training covers. "summed": the whole distance, because Adasum
+#: adds orthogonal components of the gradients of two ranks, up to twice their mean.
 Closeness = Literal["exact", "rounded", "lossy", "summed"]
 #: Strategies over torch.distributed's DDP.
 DDP = frozenset(
@@ -29,21 +29,21 @@ DDP = frozenset(
 HOROVOD = frozenset({"horovod_ext"})
 DP = frozenset({"dp_ext"})
 ALL = DDP | HOROVOD | DP
-#: Which divide the training data among the ranks themselves.
+#: Strategies that divide the training data among the ranks.
 ELASTIC = frozenset({"ddp_elastic_ext", "ddp_spawn_elastic_ext", "ddp_ray_elastic_ext"})
 
 
 @dataclass
 class Setup:
-    """One training.
+    """The setup of a training run.
 
     Attributes:
-        flags: What the model does; see :class:`.training.Net`.
+        flags: Options of the model; see :class:`.training.Net`.
         trainer: Arguments of the Trainer.
         strategy: Arguments of the strategy.
-        callbacks: Make the callbacks.
-        clip: Arguments of ``clip_gradients``, which a manual step calls.
-        lengths: Batches of rank 0 and of rank 1 in an epoch.
+        callbacks: Functions that create the callbacks.
+        clip: Arguments of ``clip_gradients`` in manual optimization.
+        lengths: Numbers of batches of rank 0 and of rank 1 per epoch.
     """
 
     flags: set[str] = field(default_factory=set)
@@ -59,13 +59,13 @@ class Feature:
     """A feature.
 
     Attributes:
-        name: Its name in the tables.
-        apply: Changes a setup.
+        name: Name in the tables.
+        apply: Function that changes a setup.
         strategies: Names of the strategies that have the feature.
         slot: Features of one slot exclude each other.
         closeness: See :data:`Closeness`.
-        trains_alike: Whether training without the feature gives the same numbers, so that the reference lacks it.
-        named: What a message that refuses the feature has to contain, one of them.
+        trains_alike: Whether training without the feature has the same results, so that the reference does not use it.
+        named: Texts of which a message that refuses the feature must contain one.
     """
 
     name: str
@@ -194,7 +194,7 @@ FEATURES = (
         named=("gradient_predivide_factor",),
     ),
 )
-#: Features that a loop under Fabric has, too.
+#: Features that a Fabric loop supports, too.
 UNDER_FABRIC = frozenset(
     {
         *("accumulation", "two optimizers", "static graph", "unused parameters", "no bucket views"),
@@ -221,7 +221,7 @@ def setup_of(names: tuple[str, ...], strategy: str) -> Setup:
         setup.flags.add("static")
     if "accumulation" in setup.flags and "manual" not in setup.flags:
         setup.trainer["accumulate_grad_batches"] = 2
-    if "manual" in setup.flags:  # the step clips
+    if "manual" in setup.flags:  # the manual step clips gradients
         setup.clip = {name: setup.trainer.pop(name) for name in list(setup.trainer) if name.startswith("gradient_clip")}
     return setup
 
@@ -245,13 +245,13 @@ def pairs(strategy: str) -> list[tuple[str, ...]]:
 
 
 def closeness_of(names: tuple[str, ...]) -> Closeness:
-    """Returns the closeness that a cell promises: the weakest of its features'."""
+    """Returns the closeness of a cell: the weakest closeness of its features."""
     found = {BY_NAME[name].closeness for name in names}
     return next((closeness for closeness in ("summed", "lossy", "rounded") if closeness in found), "exact")  # type: ignore[return-value]
 
 
 def reference_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the cell that one device trains to be compared with: without features that train alike."""
+    """Returns the cell that one device trains as the reference: without features that train alike."""
     if {"static graph", "unused parameters"} <= set(names):  # the model then leaves the same parameters unused
         return names
     return tuple(name for name in names if not BY_NAME[name].trains_alike)

@@ -1,21 +1,21 @@
-"""Refusals that the documentation promises. Any other exception, and a cell here that trains, is wrong."""
+"""Refusals that the documentation describes. Other exceptions are wrong, and so are cells of this list that train."""
 
 from dataclasses import dataclass
 
 from tests.combinations.features import BY_NAME, DDP, DP, ELASTIC, HOROVOD
 
-#: Words with which a message names a way out.
+#: Words with which a message introduces an alternative.
 _WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build", "Omit", "omit")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A feature, or two of them, that strategies refuse.
+    """A feature, or a pair of features, that strategies refuse.
 
     Attributes:
-        features: Their names.
+        features: Names of the features.
         text: A part of the message.
-        strategies: Names of the strategies; those under Fabric have "fabric " before it.
+        strategies: Names of the strategies, with the prefix "fabric " for strategies of Fabric.
     """
 
     features: frozenset[str]
@@ -23,11 +23,11 @@ class Refusal:
     strategies: frozenset[str]
 
     def is_in(self, strategy: str, cell: tuple[str, ...]) -> bool:
-        """Whether a cell has these features."""
+        """Returns whether a cell has these features."""
         return strategy in self.strategies and self.features <= set(cell)
 
     def explains(self, message: str) -> bool:
-        """Whether a message is this refusal's, and names its features and a way out."""
+        """Returns whether a message is this refusal, and names its features and an alternative."""
         named = [BY_NAME[name].named for name in self.features]
         return (
             self.text in message
@@ -81,5 +81,5 @@ REFUSALS = (
 
 
 def refusals_of(strategy: str, cell: tuple[str, ...]) -> list[Refusal]:
-    """Returns the refusals that a cell meets."""
+    """Returns the refusals that apply to a cell."""
     return [refusal for refusal in REFUSALS if refusal.is_in(strategy, cell)]

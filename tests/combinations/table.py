@@ -1,4 +1,4 @@
-"""The table: which cells each strategy has, and their verdicts."""
+"""The table of combinations: the cells of each strategy, and their verdicts."""
 
 from itertools import zip_longest
 
@@ -7,7 +7,7 @@ from tests.combinations.comparison import Verdict, judge
 from tests.combinations.features import pairs, reference_of
 from tests.combinations.refusals import refusals_of
 
-#: Strategies with all pairs, and those whose launcher is what they add.
+#: Strategies with all pairs, and strategies that only add a launcher.
 ALL_PAIRS = ("ddp_ext", "dp_ext", "horovod_ext")
 LAUNCHED = (
     *("ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext"),
@@ -15,7 +15,7 @@ LAUNCHED = (
 )
 FABRIC = ("fabric ddp_ext", "fabric dp_ext", "fabric horovod_ext")
 STRATEGIES = (*ALL_PAIRS, *LAUNCHED, *FABRIC)
-#: What a launcher has to bring to ranks and back, or to repeat after a loss.
+#: Features whose state a launcher must transfer to ranks and back, or restore after the loss of a rank.
 OF_LAUNCHER = ("resume", "several stages", "EMA", "compiled submodule")
 
 
@@ -36,7 +36,7 @@ def name_of(cell: Cell) -> str:
 
 
 def reference_strategy(strategy: str) -> str:
-    """Returns what trains the references of a strategy."""
+    """Returns the name of the reference of a strategy: one device, with the Trainer or with Fabric."""
     return "fabric one device" if strategy in FABRIC else "one device"
 
 
@@ -47,12 +47,12 @@ def judged(
     fault: str | None = None,
     with_stock: bool = False,
 ) -> dict[Cell, Verdict]:
-    """Runs cells and returns their verdicts. Where a cell fails, Lightning's ``ddp`` runs it, too.
+    """Runs cells and returns their verdicts. Lightning's ``ddp`` also runs each cell that fails.
 
     Args:
-        strategy: Its name.
-        cells: What is run.
-        references: What one device observes, by :func:`reference_of`.
+        strategy: Name of the strategy.
+        cells: Cells to run.
+        references: Observations of one device, by :func:`reference_of`.
         fault: See :func:`.run_cells`.
         with_stock: Whether Lightning's ``ddp`` runs all cells.
     """
@@ -76,16 +76,16 @@ def judged(
 
 
 def _check_refusal(strategy: str, cell: Cell, verdict: Verdict) -> None:
-    """Makes a verdict wrong if the cell is refused and should not be, or is not and should be."""
+    """Changes a verdict to wrong if the cell is refused unexpectedly, or trains although a refusal is expected."""
     expected = refusals_of(strategy, cell)
     if verdict.status == "refused" and not any(refusal.explains(verdict.text) for refusal in expected):
-        verdict.status, verdict.text = "wrong", f"refused, and is not in `refusals.py`: {verdict.text}"
+        verdict.status, verdict.text = "wrong", f"refused, but not listed in `refusals.py`: {verdict.text}"
     elif verdict.status == "right" and expected:
-        verdict.status, verdict.text = "wrong", f"trains, and is in `refusals.py`: {expected[0].text}"
+        verdict.status, verdict.text = "wrong", f"trains, but is listed in `refusals.py`: {expected[0].text}"
 
 
 def fixed_part(strategy: str) -> list[Cell]:
-    """Returns cells that have each feature of a strategy once; of the launched ones, two of their own."""
+    """Returns cells with each feature of a strategy once; for launched strategies, two cells with launcher features."""
     if strategy in LAUNCHED:
         return [("resume", "several stages"), ("accumulation", "EMA")]
     names = [cell[0] for cell in cells_of(strategy) if len(cell) == 1]

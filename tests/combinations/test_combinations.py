@@ -1,4 +1,4 @@
-"""A fixed part of the table of combinations, with every feature and strategy. ``make combinations`` runs all cells."""
+"""Runs a part of the table of combinations, with all features and strategies. ``make combinations`` runs all cells."""
 
 import importlib.util
 
@@ -50,7 +50,7 @@ def test_the_fixed_part_has_every_feature():
         assert set(fixed_part(strategy)) <= set(cells_of(strategy))
 
 
-#: Tolerance of each closeness, and of values other than parameters.
+#: Tolerance of each closeness, for parameters and for other values.
 SENSITIVE = [(), ("bf16-mixed",), ("EMA", "several stages"), ("manual optimization", "accumulation"), ("LBFGS",)]
 
 
@@ -61,7 +61,7 @@ def test_cells_fail_if_gradients_are_wrong(fault):
 
 
 def test_a_lossy_cell_fails_if_ranks_differ():
-    averaged = ("compression localsgd", "compression diloco")  # their ranks' gradients differ anyway
+    averaged = ("compression localsgd", "compression diloco")  # the gradients of the ranks differ in any case
     lossy = [
         f.name for f in FEATURES if f.closeness != "exact" and "ddp_ext" in f.strategies and f.name not in averaged
     ]

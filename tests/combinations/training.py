@@ -1,4 +1,4 @@
-"""The training of a cell: one small model, small data, and what a rank observes afterwards."""
+"""The training of a cell: a small model, small data, and the observations of a rank after training."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,15 +18,15 @@ from tests.combinations.features import Setup
 from tests.support.models import LOADS_EVERYTHING, make_trainer, state_of
 
 NUM_FEATURES, NUM_HIDDEN, NUM_CLASSES, NUM_ROWS = 8, 16, 3, 10
-#: Samples of a batch of all ranks.
+#: Number of samples of a global batch.
 BATCH_SIZE = 8
 NUM_RANKS = 2
-#: What is done to the gradients before an optimizer's step, to see that a cell can fail.
+#: Faults that are injected into the gradients before an optimizer step, to verify that a cell can fail.
 FAULTS = {"ranks differ": lambda rank: 1.0 + 0.2 * rank, "all too small": lambda rank: 0.5}
 
 
 class Samples(Dataset):
-    """Samples of which each knows its number: even ones are of rank 0, odd ones of rank 1."""
+    """Numbered samples: rank 0 has the even numbers, rank 1 the odd numbers."""
 
     def __init__(self, num_batches: int, seed: int = 7) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """The batches of a rank, of which it does not know the number."""
+    """The batches of a rank, as an iterable without a length."""
 
     def __init__(self, samples: Samples, batches: list[list[int]]) -> None:
         self.samples, self.batches = samples, batches
@@ -52,9 +52,10 @@ class Stream(IterableDataset):
 
 
 class Net(pl.LightningModule):
-    """Does what the flags of a setup ask for.
+    """A model whose behavior the flags of a setup select.
 
-    In every second batch, rank 1's samples use another head than rank 0's ("unused"), and no row ("sparse").
+    In every second batch, samples of rank 1 use a different head than samples of rank 0 ("unused"), or no row of the
+    embedding ("sparse").
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -148,7 +149,7 @@ class Net(pl.LightningModule):
                 scheduler.step()
         return None
 
-    @torch.compiler.disable  # it does not compile Lightning's `log`, with one device and with Lightning's `ddp` neither
+    @torch.compiler.disable  # `torch.compile` does not support Lightning's `log`, with any strategy
     def _log_loss(self, loss: Tensor) -> None:
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=False)
 
@@ -201,7 +202,7 @@ class Net(pl.LightningModule):
 
 
 def batches_of(setup: Setup, rank: int, world_size: int, seed: int = 7) -> DataLoader:
-    """Returns the batches of a rank; those of all ranks together are those of one device."""
+    """Returns the batches of a rank. One device has the samples of all ranks in its batches."""
     lengths, is_alone = setup.lengths, world_size == 1
     samples, size = Samples(max(lengths), seed), BATCH_SIZE // world_size
     if "uneven stop" in setup.flags and is_alone:
@@ -242,13 +243,13 @@ class _Fault(Callback):
 
 
 def train(setup: Setup, strategy: Any, devices: Any, directory: Path, fault: str | None = None) -> dict[str, Any]:
-    """Trains, and returns what this process observes: weights, states of optimizers, metrics, predictions.
+    """Trains, and returns this process's observations: weights, states of optimizers, metrics, predictions.
 
     Args:
-        setup: The training.
-        strategy: Makes the strategy; called for each Trainer.
+        setup: Setup of the training run.
+        strategy: Function that creates the strategy; called for each Trainer.
         devices: Devices of the Trainer.
-        directory: For checkpoints, the same on all ranks.
+        directory: Directory for checkpoints, the same on all ranks.
         fault: A key of :data:`FAULTS`.
     """
     is_uneven = any(flag.startswith("uneven") for flag in setup.flags)
@@ -290,7 +291,7 @@ def train(setup: Setup, strategy: Any, devices: Any, directory: Path, fault: str
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """The tensors with a fraction in the state of an optimizer, in order."""
+    """Returns the floating-point tensors in the state of an optimizer, in order."""
     if isinstance(state, Tensor):
         return [state.detach().to_dense().clone()] if state.is_floating_point() else []
     values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()

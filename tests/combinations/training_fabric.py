@@ -1,4 +1,4 @@
-"""The training of a cell under Fabric: the model of :mod:`.training`, in a loop of the user's."""
+"""The training of a cell with Fabric: the model of :mod:`.training` in a user's training loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.models import state_of
 
 
 def train_under_fabric(setup: Setup, make_strategy: Callable[[], Any], devices: Any) -> dict[str, Any]:
-    """Trains, and returns what this rank observes, as :func:`.training.train` does."""
+    """Trains, and returns this rank's observations, as :func:`.training.train` does."""
     precision = setup.trainer.get("precision", "32-true")
     fabric = Fabric(accelerator="cpu", strategy=make_strategy(), devices=devices, precision=precision)
     fabric.launch()

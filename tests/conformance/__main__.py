@@ -1,7 +1,7 @@
-"""``python -m tests.conformance``: runs torch's cases and our programs over gloo and over ``shm``, and compares.
+"""``python -m tests.conformance``: compares ``shm`` with gloo on torch's cases and on programs of this repository.
 
-It writes the table of outcomes into ``docs/conformance.md`` and fails where something that gloo passes fails over
-``shm`` and is not in :mod:`.exceptions`, or where something in that list passes.
+The command writes the table of outcomes into ``docs/conformance.md``. It fails if a case that passes over gloo fails
+over ``shm`` and is not in :mod:`.exceptions`, or if a case in that list passes.
 """
 
 import argparse
@@ -17,14 +17,16 @@ from tests.conformance.outcomes import BACKENDS, FAILED, PASSED, SKIPPED, Outcom
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Runs the command, and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="names, or beginnings that end in a dot or an asterisk; all if none")
     parser.add_argument(
-        "--without-gloo", action="store_true", help="run torch's cases over shm, and over gloo only what fails"
+        "cases", nargs="*", help="names of cases, or prefixes that end in a dot or an asterisk; by default all cases"
     )
-    parser.add_argument("--report", type=Path, help="where to write the table, in Markdown")
-    parser.add_argument("--json", type=Path, help="where to write the outcomes, with the traces of failures")
+    parser.add_argument(
+        "--without-gloo", action="store_true", help="run torch's cases over shm, and only failed cases over gloo"
+    )
+    parser.add_argument("--report", type=Path, help="Markdown file for the table")
+    parser.add_argument("--json", type=Path, help="file for the outcomes, with the tracebacks of failures")
     options = parser.parse_args(arguments)
     names = [*torch_cases.names(), *program_cases.names()]
     chosen = [name for name in names if not options.cases or any(is_meant(name, case) for case in options.cases)]
@@ -41,22 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_meant(name: str, case: str) -> bool:
-    """Whether a name is one, or begins as one, that was asked for."""
+    """Returns whether a name equals a selected name, or begins with a selected prefix."""
     return name == case or (case.endswith((".", "*")) and name.startswith(case.rstrip("*")))
 
 
 def start_server() -> None:
-    """Has the ranks of all cases forked from a server that has imported what they need."""
+    """Starts a fork server for the ranks of all cases, which has imported the modules that they need."""
     multiprocessing.set_forkserver_preload([torch_cases.__name__, *program_cases.modules(), "torch._dynamo"])
     program_cases.ranks.start_server()
 
 
 def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
-    """Runs cases over both backends. What is skipped with gloo is so with ``shm``; what fails is run once more.
+    """Runs cases over both backends. Cases that gloo skips are not run over ``shm``. Failed cases run a second time.
 
     Args:
         names: Names of the cases.
-        with_gloo: Whether torch's cases run over gloo first; otherwise only those that fail do. Programs always do.
+        with_gloo: Whether torch's cases run over gloo first; otherwise only failed cases run over gloo. Programs always
+            run over gloo.
     """
     outcomes: Outcomes = {}
     begin = time.monotonic()
@@ -75,12 +78,12 @@ def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
 
 
 def is_of_torch(name: str) -> bool:
-    """Whether a case is torch's, and not a program of ours."""
+    """Returns whether a case is torch's, and not a program of this repository."""
     return name.partition(".")[0] in torch_cases.SUITES
 
 
 def run_twice_if_needed(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
-    """Runs a case, and once more if it fails, unless that is known; the second outcome counts, and says that it is."""
+    """Runs a case, and repeats an unexpected failure. The second outcome counts, and records that it is the second."""
     first = run(name, backend, gloo)
     if first.kind != FAILED or name in EXCEPTIONS or (gloo is not None and gloo.kind == FAILED):
         return first
@@ -88,12 +91,12 @@ def run_twice_if_needed(name: str, backend: str, gloo: Outcome | None = None) ->
     if second.kind == FAILED:
         return second
     return Outcome(
-        second.kind, f"failed at first: {first.why}", second.seconds, first.details, second.result, attempts=2
+        second.kind, f"failed the first time: {first.why}", second.seconds, first.details, second.result, attempts=2
     )
 
 
 def run(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
-    """Runs a case; a program's results over ``shm`` must be those of gloo."""
+    """Runs a case; a program's results over ``shm`` must equal its results over gloo."""
     if is_of_torch(name):
         return torch_cases.run(name, backend)
     outcome = program_cases.run(name, backend)
@@ -101,22 +104,22 @@ def run(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
 
 
 def judged(outcomes: Outcomes, *, is_complete: bool) -> list[str]:
-    """What is wrong with the outcomes, or with the list of exceptions, in lines."""
+    """Returns one line for each problem of the outcomes or of the list of exceptions."""
     problems = []
     for name, of in outcomes.items():
         is_worse = of["gloo"].kind == PASSED and of["shm"].kind != PASSED
         if is_worse and name not in EXCEPTIONS:
             problems.append(f"FAILED over shm and not in the list of exceptions: {name}: {of['shm'].why}")
         elif name in EXCEPTIONS and of["shm"].kind == PASSED:
-            problems.append(f"PASSED over shm, though in the list of exceptions: {name}")
+            problems.append(f"PASSED over shm, but in the list of exceptions: {name}")
     if is_complete:
         for name in EXCEPTIONS.keys() - outcomes.keys():
-            print(f"in the list of exceptions, and this torch has no such case: {name}")
+            print(f"in the list of exceptions, but this torch has no such case: {name}")
     return problems
 
 
 def said_of(outcome: Outcome) -> str:
-    """An outcome in a few words."""
+    """Formats an outcome as a short text."""
     return f"{outcome.kind}{f' ({outcome.why})' if outcome.why else ''} {outcome.seconds:.1f} s"
 
 

@@ -1,8 +1,8 @@
-"""Lets torch's cases that ask for GPUs run on the CPU: what they would put on a GPU stays where it is.
+"""Lets torch's cases that require GPUs run on the CPU: modules and tensors are not moved to a GPU.
 
-Most of torch's cases of DistributedDataParallel are written for GPUs, though next to nothing in them depends on one:
-they say ``model.cuda(rank)`` and ``device_ids=[rank]``. Here the first gives the model itself, and the second is left
-out; so gloo and ``shm`` can carry them. A case that really needs a GPU then fails with gloo too, and does not count.
+Most of torch's cases of DistributedDataParallel are written for GPUs, but hardly depend on GPUs. Here,
+``model.cuda(rank)`` returns the model itself, and ``device_ids=[rank]`` is ignored, so that the cases can use gloo and
+``shm``. A case that needs a GPU for other reasons fails over gloo, and does not count.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ _CPU = torch.device("cpu")
 
 
 def allow() -> None:
-    """Replaces torch's conditions on GPUs; to be called before the cases are imported."""
+    """Replaces torch's checks for GPUs. Call this before the cases are imported."""
     common_distributed.skip_if_lt_x_gpu = lambda count, **_: _on_cpu
     common_distributed.skip_if_no_gpu = _on_cpu
-    # Of subgroups; it asks for eight ranks, since each would have a GPU.
+    # The check of subgroups requires eight ranks, because each rank would have a GPU.
     common_distributed.skip_if_small_worldsize = lambda case: case
 
 

@@ -1,10 +1,10 @@
-"""The cases that gloo passes and ``shm`` does not, each with the reason.
+"""Cases that pass over gloo but not over ``shm``, each with the reason.
 
-``make conformance`` holds the list to be complete and up to date: a case that fails and is missing here is an error,
-and so is one that is here and passes.
+``make conformance`` verifies that the list is complete and up to date: a failed case that is not in the list is an
+error, and so is a case of the list that passes.
 """
 
-_MONITORED_BARRIER = 'torch refuses `monitored_barrier` unless the backend is called "gloo", before it asks the group'
+_MONITORED_BARRIER = 'torch refuses `monitored_barrier` unless the backend is called "gloo", before it calls the group'
 
 EXCEPTIONS: dict[str, str] = {
     "DistributedTest.test_get_backend": 'compares the name of the backend with "gloo"; here it is "shm"',
@@ -12,6 +12,6 @@ EXCEPTIONS: dict[str, str] = {
     "DistributedTest.test_monitored_barrier_gloo": _MONITORED_BARRIER,
     "DistributedTest.test_monitored_barrier_gloo_subgroup": _MONITORED_BARRIER,
     "DistributedTest.test_monitored_barrier_wait_all_ranks": _MONITORED_BARRIER,
-    "DistributedTest.test_ddp_profiling_torch_profiler": "wants each all-reduce to begin and end on different"
-    " threads, by the profiler's events; over `shm` the thread that starts one often ends it",
+    "DistributedTest.test_ddp_profiling_torch_profiler": "requires that each all-reduce begins and ends on different"
+    " threads in the profiler's events; over `shm`, the thread that starts an all-reduce often ends it",
 }

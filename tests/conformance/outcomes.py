@@ -1,4 +1,4 @@
-"""What came of a case with one backend."""
+"""The outcome of a case with one backend."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,15 @@ BACKENDS = ("gloo", "shm")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case.
+    """The outcome of a case.
 
     Attributes:
         kind: "passed", "failed" or "skipped".
-        why: If not passed, in one line.
-        seconds: How long it took.
-        details: All that is known of a failure.
-        result: What a program has computed, on each rank.
-        attempts: How often it was run.
+        why: Reason of a failed or skipped case, in one line.
+        seconds: Run time in seconds.
+        details: Traceback and output of a failed case.
+        result: Results of a program on each rank.
+        attempts: Number of runs of the case.
     """
 
     kind: str
@@ -28,5 +28,5 @@ class Outcome:
     attempts: int = 1
 
 
-#: By case, and by backend.
+#: Outcomes by case, and by backend.
 Outcomes = dict[str, dict[str, Outcome]]

@@ -1,4 +1,4 @@
-"""The programs of ours as cases; see :mod:`tests.conformance.programs`."""
+"""The programs of this repository as cases; see :mod:`tests.conformance.programs`."""
 
 import time
 from typing import Any
@@ -12,23 +12,23 @@ LIMIT_S = 90
 
 
 def names() -> list[str]:
-    """All programs."""
+    """Returns the names of all programs."""
     return list(programs.all_programs())
 
 
 def modules() -> list[str]:
-    """The modules that they are in."""
+    """Returns the modules of all programs."""
     return [f"{programs.__name__}.{name}" for name in programs.MODULES]
 
 
 def run(name: str, backend: str) -> Outcome:
-    """Runs a program in ranks of its own."""
+    """Runs a program in new ranks."""
     begin = time.monotonic()
     world_size = programs.all_programs()[name].world_size
     outcomes = ranks.outcomes_of_ranks(programs.run, backend, name, world_size=world_size, timeout_s=LIMIT_S)
     seconds = time.monotonic() - begin
     if bad := [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]:
-        why = reason(bad[0].error or "") or f"rank {bad[0].rank} ended with the exit code {bad[0].exit_code}"
+        why = reason(bad[0].error or "") or f"rank {bad[0].rank} exited with code {bad[0].exit_code}"
         return Outcome(FAILED, why, seconds, "\n".join(map(str, outcomes)))
     values: list[tuple[str, Any]] = [outcome.value for outcome in outcomes]
     if values[0][0] == "skipped":
@@ -37,8 +37,8 @@ def run(name: str, backend: str) -> Outcome:
 
 
 def compared(gloo: Outcome, shm: Outcome) -> Outcome:
-    """The outcome over ``shm``, which has failed if its results are not gloo's."""
+    """Returns the outcome over ``shm``, changed to a failure if its results differ from those of gloo."""
     if gloo.kind != PASSED or shm.kind != PASSED:
         return shm
     difference = programs.difference(shm.result, gloo.result)
-    return Outcome(FAILED, f"not gloo's: {difference}", shm.seconds, difference) if difference else shm
+    return Outcome(FAILED, f"differs from gloo: {difference}", shm.seconds, difference) if difference else shm

@@ -32,12 +32,12 @@ second time have a table of their own.
 
 
 def summary(outcomes: Outcomes) -> str:
-    """How many cases passed, by suite, as a table."""
+    """Returns a table of the number of passed cases, by suite."""
     return "\n".join(_summary(outcomes))
 
 
 def markdown(outcomes: Outcomes) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     day = datetime.now(timezone.utc).date()
     where = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     parts = [
@@ -59,7 +59,7 @@ def markdown(outcomes: Outcomes) -> str:
 
 
 def as_json(outcomes: Outcomes) -> str:
-    """All that is known, but for what programs have computed."""
+    """Returns the outcomes as JSON, without the results of programs."""
     fields = ("kind", "why", "seconds", "attempts", "details")
     return json.dumps(
         {
@@ -82,13 +82,13 @@ def _summary(outcomes: Outcomes) -> Iterator[str]:
     keys = ("cases", "not run", "gloo", "shm")
     rows = [(f"`{suite}`", *(str(count[key]) for key in keys)) for suite, count in counts.items()]
     rows.append(("**together**", *(f"**{total[key]}**" for key in keys)))
-    return _table(("suite", "cases", "not run", "passed with gloo", "of these with `shm`"), rows)
+    return _table(("suite", "cases", "not run", "passed with gloo", "passed with both"), rows)
 
 
 def _worse(outcomes: Outcomes) -> Iterator[tuple[str, str]]:
     for name, of in outcomes.items():
         if of["gloo"].kind == PASSED and of["shm"].kind != PASSED:
-            yield f"`{name}`", EXCEPTIONS.get(name) or f"**not in the list**: {_cell(of['shm'].why)}"
+            yield f"`{name}`", EXCEPTIONS.get(name) or f"**not an expected exception**: {_cell(of['shm'].why)}"
 
 
 def _repeated(outcomes: Outcomes) -> Iterator[tuple[str, str, str]]:

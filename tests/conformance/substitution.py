@@ -1,9 +1,8 @@
-"""Puts ``shm`` in gloo's place in a process, for cases that say "gloo" themselves.
+"""Replaces gloo with ``shm`` in a process, for cases that select "gloo" by name.
 
-Torch's cases decide by the name of the backend what to run and what to expect. So for them the name stays "gloo", and
-whenever a group of gloo's is to be made for the CPU, one of ``shm`` is made: for the default group, for the groups that
-cases make, and for those that torch makes inside. A group that is not of ``shm`` then is an error, so that no case
-passes by gloo in silence. ``dist.get_backend()`` gives "shm", which the few cases that ask for it do not like.
+Torch's cases depend on the name of the backend, so the name remains "gloo". Each gloo group for the CPU is created as a
+``shm`` group: the default group, the groups of the cases, and torch's internal groups. Any other group raises an error,
+so that no case passes over gloo unnoticed. ``dist.get_backend()`` returns "shm", and a few cases fail for this reason.
 """
 
 from typing import Any
@@ -15,11 +14,11 @@ from lightning_strategies_ext.discovery import register_shm_backend
 
 
 def replace_gloo() -> None:
-    """From now on, each group of this process that would be gloo's is one of ``shm``."""
+    """Replaces gloo with ``shm`` for all groups that this process creates from now on."""
     register_shm_backend(distributed_c10d)
     from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
-    # The one function through which torch makes all groups, from 2.5 to 2.13 at least; there is no public one.
+    # Torch creates all groups with this function, at least from 2.5 to 2.13; there is no public function.
     make_group = distributed_c10d._new_process_group_helper
 
     def make_group_of_shm(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +26,7 @@ def replace_gloo() -> None:
         is_replaced = config.get_device_backend_map().get("cpu") == "gloo"
         group, store = make_group(size, rank, ranks, dist.Backend("shm") if is_replaced else backend, *args, **kwargs)
         if is_replaced and group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, ShmProcessGroup):
-            raise AssertionError(f"the group should be of the backend 'shm', and is {group!r}")
+            raise AssertionError(f"the group must have the backend 'shm', but is {group!r}")
         return group, store
 
     distributed_c10d._new_process_group_helper = make_group_of_shm

@@ -1,8 +1,8 @@
-"""The cases that torch's wheel carries, each of which runs in ranks of its own, over gloo or over ``shm``.
+"""The cases of torch's wheel, each of which runs in new ranks, over gloo or over ``shm``.
 
-They are ``DistributedTest``, the suite that torch holds its backends to, and those of the RPC suites that make a group.
-Scripts in torch's repository, which are not in the wheel, start them; this module does what they do, but that ranks are
-forked from a server that has torch imported: so a case takes a second and not ten.
+These cases are ``DistributedTest``, torch's suite for backends, and the cases of the RPC suites that create a group.
+Scripts in torch's repository start the cases, but the wheel does not contain these scripts. This module replaces them,
+and forks the ranks from a server that has imported torch, so that a case takes one second instead of ten.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from typing import Any
 from tests.conformance import cpu_for_gpu, substitution
 from tests.conformance.outcomes import FAILED, PASSED, SKIPPED, Outcome
 
-#: Ranks of ``DistributedTest``. With four, torch's default, no case asks for more or for fewer.
+#: Number of ranks of ``DistributedTest``. Four is torch's default, with which no case requires more or fewer ranks.
 WORLD_SIZE = 4
-#: A case that has not ended by then has failed.
+#: Time limit of a case, in seconds.
 LIMIT_S = 150
-# torch's modules read these when they are imported.
+# torch's modules read these variables at import.
 os.environ.update(
     BACKEND="gloo",
     WORLD_SIZE=str(WORLD_SIZE),
@@ -49,10 +49,10 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
-#: Cases that are run with neither backend, and why.
+#: Cases that run with neither backend, and the reasons.
 LEFT_OUT = {
-    "test_ddp_uneven_inputs": "takes four ranks on two cores more than five minutes;"
-    " `data_parallel.joins_with_uneven_inputs` is a small one",
+    "test_ddp_uneven_inputs": "takes more than five minutes with four ranks on two cores;"
+    " `data_parallel.joins_with_uneven_inputs` is a smaller case",
 }
 _RPC_SUITES = {
     "DdpUnderDistAutogradTest": "ddp_under_dist_autograd_test",
@@ -64,7 +64,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class InForkedRanks(common_distributed.MultiProcessTestCase):
-    """Starts the ranks of a case, and lets none live on."""
+    """Starts the ranks of a case, and kills ranks that remain after it."""
 
     backend = "gloo"
     log = Path(os.devnull)
@@ -100,11 +100,11 @@ def _rank_main(environment: dict[str, str], backend: str, log: Path, run: Any) -
 
 
 class DistributedTest(InForkedRanks, distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
-    """The suite of the backends."""
+    """Torch's suite for backends."""
 
 
 def _suites() -> dict[str, type[InForkedRanks]]:
-    """The suites by name, without those that another torch may have moved: there, that is said."""
+    """Returns the suites by name; prints the names of suites that this version of torch does not have."""
     suites: dict[str, type[InForkedRanks]] = {"DistributedTest": DistributedTest}
     for name, module in _RPC_SUITES.items():
         try:
@@ -113,7 +113,7 @@ def _suites() -> dict[str, type[InForkedRanks]]:
             print(f"torch {torch.__version__} has no suite {name}: {error}")
             continue
         bases = (cases, InForkedRanks, TensorPipeRpcAgentTestFixture)
-        # Ranks find the class by its name in this module.
+        # Ranks look up the class by its name in this module.
         globals()[name] = suites[name] = type(name, bases, {"__module__": __name__})
     return suites
 
@@ -122,7 +122,7 @@ SUITES = _suites()
 
 
 def names() -> list[str]:
-    """All cases, as ``Suite.test_name``."""
+    """Returns the names of all cases, as ``Suite.test_name``."""
     return [
         f"{suite}.{name}"
         for suite, cases in SUITES.items()
@@ -132,7 +132,7 @@ def names() -> list[str]:
 
 
 def run(name: str, backend: str) -> Outcome:
-    """Runs a case in ranks of its own."""
+    """Runs a case in new ranks."""
     suite, _, test = name.partition(".")
     logging.getLogger(common_distributed.__name__).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
@@ -152,7 +152,7 @@ def run(name: str, backend: str) -> Outcome:
 
 
 def reason(trace: str) -> str:
-    """The error that a trace ends with, in one line; of the rank that comes first, if there are several."""
+    """Returns the error at the end of a traceback, in one line; the error of the lowest rank, if there are several."""
     of_ranks = re.split(r"^Process \d+ exited with error code .*$", trace, flags=re.MULTILINE)
     lines = [line for line in of_ranks[min(1, len(of_ranks) - 1)].splitlines() if line[:1].isalpha()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] or "Exception" in line.partition(":")[0]]
@@ -160,7 +160,7 @@ def reason(trace: str) -> str:
 
 
 def _makes_a_group(cases: type, name: str) -> bool:
-    """Whether a case of a suite that mostly tests something else makes a process group."""
+    """Returns whether a case of an RPC suite creates a process group."""
     if cases is DistributedTest:
         return True
     source = inspect.getsource(inspect.unwrap(getattr(cases, name)))

@@ -1,4 +1,4 @@
-"""Lightning's callbacks in elastic training: what they change in the Trainer is part of a commit."""
+"""Lightning's callbacks in elastic training: commits include their changes of the Trainer."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes
 
-#: Steps: 45 in epoch 0, 15 in each other epoch. Weight averaging begins in epoch 2.
+#: Numbers of steps: 45 in epoch 0, 15 in each later epoch. Weight averaging begins in epoch 2.
 CALLBACKS: dict[str, dict[str, Any]] = {
     "LearningRateFinder": {"num_training_steps": 30, "early_stop_threshold": None},
     "GradientAccumulationScheduler": {"scheduling": {0: 1, 1: 3}},

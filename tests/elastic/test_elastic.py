@@ -44,11 +44,11 @@ def run_elastic(
 
     Args:
         *disturbances: Functions that each rank calls.
-        hosts: Hosts at the start, with one rank each, or with the number of ranks that follows a colon.
+        hosts: Hosts at the start, with one rank each, or with the number of ranks after a colon.
         min_ranks: The value of ``--min-np``.
         arguments: Further arguments of ``horovodrun``.
         keep: Directory of the run; a temporary directory if None.
-        enter: Beginning of a command that runs on a certain host.
+        enter: Prefix of a command that runs on a certain host.
         variables: Variables of the environment.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -119,7 +119,7 @@ def test_a_rank_is_added_and_another_is_killed():
     assert "2 -> 3 ranks: the global batch size is unchanged, and is divided by 3" in run.output
     sizes = {len(line["samples"]) for line in run.having("samples")}
     assert {16, 11} <= sizes  # of 32 samples: 16 for each of two ranks, and 11 for each of three
-    assert max(sizes) <= 17  # the last batch of an epoch may have one more
+    assert max(sizes) <= 17  # the last batch of an epoch may have one more sample
 
 
 def test_a_host_loss_is_detected_and_the_other_host_continues(tmp_path):

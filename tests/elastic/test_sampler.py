@@ -31,7 +31,7 @@ class Worlds:
         self.batches: list[list[int]] = []
 
     def run(self, world_size: int, num_steps: int | None, epoch: int = 0, batch_size: int | None = None) -> None:
-        """Runs the given number of steps in one world, or all remaining ones."""
+        """Runs the given number of steps in one world, or all remaining steps."""
         done = 0 if self.state is None else self.state["batches"]
         now = [done]
         loaders = [self.make() for _ in range(world_size)]
@@ -110,7 +110,7 @@ def test_with_drop_last_an_incomplete_batch_is_dropped():
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_a_custom_sampler_has_the_same_order_on_all_ranks(has_generator):
     def make() -> DataLoader:
-        # A rank that joins has a generator in another state.
+        # The generator of a rank that joins has a different state.
         generator = torch.Generator().manual_seed(random.randrange(1000)) if has_generator else None
         drawn = WeightedRandomSampler([1.0] * 40, 40, replacement=False, generator=generator)
         return make_loader(40, 5, DistributedSamplerWrapper(drawn, 2, 0, seed=1))

@@ -49,7 +49,7 @@ def test_a_killed_worker_is_restarted_and_joins(rank, compression):
     assert "; 0 steps are repeated" in run.output
     assert f"restarting worker {rank} (" in run.output
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the remaining worker keeps its process
-    # Each worker keeps its device when its rank changes. The new worker has that of the killed one.
+    # Each worker keeps its device when its rank changes. The new worker has the device of the killed worker.
     assert {(line["rank"], line["world"], line["slot"]) for line in run.having("slot")} == {
         *((0, 2, 0), (1, 2, 1)),
         *((0, 1, 1 - rank), (0, 2, 1 - rank), (1, 2, rank)),
@@ -242,7 +242,7 @@ def test_invalid_arguments_are_errors_at_construction(arguments, error, message)
 
 
 class ShortOfMemory(MLP):
-    """A model whose commits have about 2,000 bytes, in workers that have 3,000 bytes of free memory together."""
+    """A model whose commits have about 2,000 bytes, in workers with 3,000 bytes of free memory in total."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -59,7 +59,7 @@ def test_two_at_once_with_accumulation_and_a_policy():
         policy={"KeepGlobalBatch": {}},
     )
     check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
-    # On a busy machine, torchrun may terminate one of the two before step 35. It is then killed in the next world.
+    # On a busy machine, torchrun may terminate a rank before step 35. The rank is then killed in the next world.
     assert run.worlds in ([(3, 0), (3, 30)], [(3, 0), (3, 30), (3, 30)])
 
 
@@ -214,7 +214,7 @@ while os.getppid() == parent and time.monotonic() < until:
 
 
 def stores_below(path: Path) -> list[psutil.Process]:
-    """Returns the descriptor stores with this address file, or with one below this directory."""
+    """Returns the descriptor stores with this address file, or with an address file below this directory."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
     return [process for process, command in commands.items() if any(str(path) in part for part in command[3:])]
 
@@ -290,7 +290,7 @@ def test_an_incomplete_commit_is_detected():
     memory.tensors(PLACEHOLDERS)[0].fill_(2.0)
     memory.finish_write(7, end, b"\x80\x04K\x01.")
     memory.steps_done = 9
-    found = CommitMemory(os.dup(memory.fd))  # as in another process
+    found = CommitMemory(os.dup(memory.fd))  # simulates another process
     assert (found.batches, found.steps_done, found.metadata()) == (7, 9, 1)
     assert found.tensors(PLACEHOLDERS)[0].tolist() == [[2.0] * 5] * 3
     memory.begin_write()

@@ -33,7 +33,7 @@ class Plan:
         directory: Directory for the marks and results of processes.
         signum: Signal that workers send to themselves, once, before step 3.
         ranks: Ranks of these workers.
-        worlds: Sizes of the worlds of a worker that remains; it stops in the last one.
+        worlds: Sizes of the worlds of a remaining worker, which stops in the last world.
         later_width: Outputs of the layer that is added after the signal.
     """
 

@@ -1,4 +1,4 @@
-"""``examples/cli``: LightningCLI trains with the strategy that a YAML file names, by its name or with arguments."""
+"""``examples/cli``: LightningCLI trains with the strategy of a YAML file, given by name or with arguments."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``examples/gan.py``: two optimizers on two ranks learn to draw digits that a classifier can read."""
+"""``examples/gan.py``: a GAN with two optimizers on two ranks generates digits that a classifier recognizes."""
 
 from pathlib import Path
 

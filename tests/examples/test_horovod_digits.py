@@ -1,4 +1,4 @@
-"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and continues without a rank that was killed."""
+"""``examples/horovod_digits.py`` trains under ``horovodrun``, and continues without a killed rank."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def test_one_rank_continues_when_the_other_rank_is_killed(tmp_path: Path) -> Non
 
 
 def run_and_kill_rank_1(environment: dict[str, str]) -> tuple[str, int]:
-    """What the example prints, and the exit code, if rank 1 is killed as soon as it says which process it is."""
+    """Returns the output and the exit code of the example; kills rank 1 as soon as it has printed its process ID."""
     job = start_command(
         *(*start_of("horovodrun", 2), "--min-np", "1", "--max-np", "4"),
         *("--host-discovery-script", EXAMPLES / "horovod_hosts.sh"),

@@ -1,6 +1,6 @@
-"""``examples/hosts``: the digits train on two hosts, by torchrun and by SLURM; here both are this machine.
+"""``examples/hosts``: training on two hosts with torchrun and with SLURM; here, both hosts are this machine.
 
-``tests/pytorch/test_several_hosts.py`` has hosts with network addresses of their own.
+``tests/pytorch/test_several_hosts.py`` uses hosts with different network addresses.
 """
 
 import subprocess
@@ -37,7 +37,7 @@ def test_torchrun_with_an_agent_for_each_host(tmp_path: Path) -> None:
         results = list(hosts.map(run_agent, range(2)))
     output = "".join(result.stdout for result in results)
     assert [result.returncode for result in results] == [0, 0], output
-    check_table(output)  # printed by one of them
+    check_table(output)  # one of the ranks prints it
     assert (tmp_path / "digits.ckpt").is_file()
 
 

@@ -1,4 +1,4 @@
-"""``examples/notebook.ipynb``: its cells train and predict in workers that know the classes of the notebook."""
+"""``examples/notebook.ipynb``: cells train and predict in workers, which can import the classes of the notebook."""
 
 import base64
 from pathlib import Path

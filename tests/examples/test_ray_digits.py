@@ -1,4 +1,4 @@
-"""``examples/ray_digits.py``: Ray starts and ends with the script, however that ends."""
+"""``examples/ray_digits.py``: Ray starts with the script, and exits with it in all cases."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def directory() -> Iterator[str]:
 
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
 def test_it_trains_and_leaves_nothing_behind(ending, directory):
-    """All processes of the program exit with it: workers, and Ray, which no other process could reach."""
+    """Checks that workers and Ray exit with the program, and that Ray listens on local addresses only."""
     epochs = "3" if ending == "by itself" else "10000"
     job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory})
     limit = threading.Timer(PROGRAM_S, kill_tree, [job.pid])
@@ -66,7 +66,7 @@ def test_it_trains_and_leaves_nothing_behind(ending, directory):
 
 
 def listened_at(processes: list[psutil.Process]) -> set[str]:
-    """The addresses; those of workers aside, whose process group listens as torch's do."""
+    """Returns the addresses at which Ray's processes listen, without workers: their process group has listeners."""
     found = set()
     for process in processes:
         try:
@@ -87,7 +87,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process runs that does not end by itself: Ray's agents take a minute to, when Ray has been killed."""
+    """Returns whether a process remains. Ray's agents are excluded: they exit a minute after a SIGKILL of Ray."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE and process.name() not in AGENTS
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""``examples/README.md`` leads to each example."""
+"""``examples/README.md`` links to each example."""
 
 import re
 

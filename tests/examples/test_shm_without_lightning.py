@@ -1,4 +1,4 @@
-"""``examples/shm_without_lightning.py``: torch's own DDP trains over ``shm`` where there is no Lightning."""
+"""``examples/shm_without_lightning.py``: torch's DDP trains over ``shm`` without Lightning."""
 
 import os
 from pathlib import Path

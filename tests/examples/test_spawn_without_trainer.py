@@ -1,4 +1,4 @@
-"""``examples/spawn_without_trainer.py``: two workers find together what one finds alone."""
+"""``examples/spawn_without_trainer.py``: two workers find the same clusters as one worker."""
 
 from pathlib import Path
 

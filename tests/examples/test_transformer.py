@@ -1,4 +1,4 @@
-"""``examples/transformer.py``: bits per byte fall below what the frequency of bytes gives, and it writes text."""
+"""``examples/transformer.py``: bits per byte fall below the entropy of byte frequencies, and the model writes text."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Fabric's face."""
+"""Tests of the strategies for Fabric."""

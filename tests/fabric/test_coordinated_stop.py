@@ -1,4 +1,4 @@
-"""``fabric.strategy.coordinated_stop``: a signal on any rank stops the loops of all before the same step."""
+"""``fabric.strategy.coordinated_stop``: a signal on any rank stops the loops of all ranks before the same step."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def step(fabric: Fabric, model: Any, optimizer: Any, batch: Any) -> None:
 
 
 def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) -> tuple[int, list[int]]:
-    """Rank 1 sends the signal to a process, itself by default; returns steps done, and the sum of all ranks' loss."""
+    """Sends the signal from rank 1 to a process; returns the number of steps, and the sum of all ranks' losses."""
     module = MLP()
     model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
     (batch, *_) = fabric.setup_dataloaders(loader())
@@ -37,7 +37,7 @@ def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) 
             if done == 5 and fabric.global_rank == 1:
                 os.kill(pid or os.getpid(), signum)
     assert signal.getsignal(signum) == signal.SIG_DFL
-    return done, fabric.all_gather(torch.tensor(done)).tolist()  # all are still there, at the same place
+    return done, fabric.all_gather(torch.tensor(done)).tolist()  # all ranks are still connected, and at the same step
 
 
 def train_in_a_script(strategy: str, signum: int) -> tuple[int, list[int]]:

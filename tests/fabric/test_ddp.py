@@ -1,4 +1,4 @@
-"""What ``Fabric(strategy="ddp_ext")`` promises: with two ranks, it trains as stock does, to the last bit."""
+"""``Fabric(strategy="ddp_ext")``: results of two ranks are bitwise identical to Lightning's strategy."""
 
 import os
 import re
@@ -143,7 +143,7 @@ def test_launching_nothing_in_workers_is_refused():
 
 
 def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
-    torch.utils.rename_privateuse1_backend("plugin")  # as a plugin for other devices does; torch finds no hooks of it
+    torch.utils.rename_privateuse1_backend("plugin")  # as in a plugin for other devices, for which torch finds no hooks
     fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=2)
     fabric.launch()
     written = Path(directory, "written")
@@ -156,7 +156,7 @@ def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
 
 @pytest.mark.processes
 def test_a_barrier_works_where_a_device_plugin_breaks_torchs_barrier(tmp_path):
-    """Lightning's Fabric has had this since 2.5.5."""
+    """Lightning's Fabric supports this since 2.5.5."""
     assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
 
 
@@ -206,7 +206,7 @@ def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
     for features in data[:1] if penalty else data:
         loss = (net(features.requires_grad_()) - 1).pow(2).mean()
         if penalty:
-            # Each rank's penalty is that of its samples: the slope of a mean over half of them is twice as large.
+            # Each rank has the penalty of its samples: the gradient of a mean over half of them is twice as large.
             (slope,) = torch.autograd.grad(2 * loss, features, create_graph=True)
             loss = loss + slope.pow(2).sum(1).mean()
         loss.backward()
@@ -215,7 +215,7 @@ def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
 
 @pytest.mark.processes
 def test_every_backward_pass_is_exchanged_whatever_the_order_of_the_passes():
-    """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second one."""
+    """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second backward pass."""
     for found in run_ranks(gradients_of_all_orders):
         for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb", "static graph, first blocked"):
             assert found[order] == ("", pytest.approx(found["alone"][1], abs=1e-6)), order

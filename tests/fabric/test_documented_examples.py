@@ -1,4 +1,4 @@
-"""The examples that the pages give for Fabric run as they stand, and train as with a strategy of Lightning's."""
+"""Fabric examples of the documentation run unchanged, with the same results as with Lightning's strategies."""
 
 import re
 from typing import Any
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.processes
 
 
 def example_of(page: str) -> str:
-    """The Python of the page's section about Fabric."""
+    """Returns the Python code of the page's section about Fabric."""
     section = (REPOSITORY / "docs" / page).read_text().split("\n## Under Fabric\n")[1].split("\n## ")[0]
     (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     return example
 
 
 def run_example(page: str, strategy: str | None = None) -> dict[str, torch.Tensor]:
-    """Runs the example, or the same with one of Lightning's strategies; returns the weights."""
+    """Runs the example, with its strategy or with one of Lightning's; returns the weights."""
     example, devices = example_of(page), 1 if strategy == "auto" else 2
     if strategy is not None:
         example, count = re.subn(r"strategy=.*\), accelerator", f'strategy="{strategy}", accelerator', example)

@@ -1,4 +1,4 @@
-"""What ``Fabric(strategy="dp_ext")`` promises: the loop of a single device, on replicas."""
+"""``Fabric(strategy="dp_ext")``: a loop for a single device runs on replicas."""
 
 import warnings
 
@@ -120,7 +120,7 @@ def test_a_launched_function_runs_here():
 
 
 class Module(nn.Module):
-    """Several inputs, keyword inputs, several outputs, a loss, a method besides ``forward``."""
+    """A module with several inputs, keyword inputs, several outputs, a loss, and a method other than ``forward``."""
 
     def __init__(self):
         super().__init__()

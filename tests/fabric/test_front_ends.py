@@ -1,4 +1,4 @@
-"""A strategy of the Trainer's that is given to Fabric, or one of Fabric's to it, is refused with what to write."""
+"""Fabric rejects strategies of the Trainer, and the Trainer those of Fabric; the error has the correct code."""
 
 import re
 from collections.abc import Callable

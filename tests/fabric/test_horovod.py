@@ -1,4 +1,4 @@
-"""A Fabric loop trains with ``horovod_ext`` as with ``ddp_ext``."""
+"""Fabric loops have equal results with ``horovod_ext`` and with ``ddp_ext``."""
 
 import copy
 from typing import Any
@@ -63,7 +63,7 @@ def mean_of_ranks(fabric: Fabric) -> float:
 
 
 def train_buffers(fabric: Fabric, path: str) -> dict[str, Any]:
-    """Trains batch normalization; returns what an evaluation in between computes, and the buffers in a checkpoint."""
+    """Trains batch normalization; returns the results of an evaluation in between, and the buffers of a checkpoint."""
     fabric.seed_everything(11, verbose=False)
     module = WithBatchNorm()
     model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
@@ -82,7 +82,7 @@ def train_buffers(fabric: Fabric, path: str) -> dict[str, Any]:
     model(features)
     fabric.save(path, {"model": model})
     if isinstance(fabric.strategy, HorovodStrategy) and fabric.global_rank == 0:
-        copy.deepcopy(module.net).eval()(features)  # a copy is one rank's own
+        copy.deepcopy(module.net).eval()(features)  # a copy belongs to one rank
     found |= {f"saved.{name}": value for name, value in torch.load(path)["model"].items()}
     return found
 
@@ -96,7 +96,7 @@ class Steps(WithBatchNorm):
 
 
 def train_by_methods(fabric: Fabric) -> dict[str, Any]:
-    """Calls methods in place of ``forward``; returns what an evaluation computes, and the buffers that it used."""
+    """Calls methods instead of ``forward``; returns the results of an evaluation, and the buffers that it used."""
     fabric.seed_everything(11, verbose=False)
     module = Steps()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))

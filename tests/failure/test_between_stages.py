@@ -1,6 +1,6 @@
 """A script that ends on one rank between two stages: ranks that wait in the next stage exit too, and report why.
 
-Or in the last hook of a stage, when the others have gone on; or after the last collective, when one is at its end.
+Also: failures in the last hook of a stage, after which other ranks have continued, and after the last collective.
 """
 
 import re

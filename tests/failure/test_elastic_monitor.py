@@ -1,4 +1,4 @@
-"""What a rank of elastic training does after a failure; in a whole ``fit``, see ``tests/elastic``."""
+"""The failure monitor in elastic training. ``tests/elastic`` tests it in a whole ``fit``."""
 
 import os
 import pickle
@@ -25,10 +25,10 @@ from lightning_strategies_ext.failure.stop_agreement import StoreAgreement
 from tests.support.ranks import Outcome, free_port, outcomes_of_ranks
 
 HANG_TIMEOUT_S = 2.0
-#: Seconds after which a test has failed; no test needs them.
+#: Time limit in seconds, which only a failing test reaches.
 LIMIT_S = 60.0
 NUM_RANKS = 3
-#: The stores that rank 0 serves.
+#: Stores that rank 0 serves.
 stores: list[dist.TCPStore] = []
 
 
@@ -36,7 +36,7 @@ stores: list[dist.TCPStore] = []
 
 
 class Waits(CollectiveProgress):
-    """Progress of a rank that waits in one collective forever."""
+    """The progress of a rank that waits in one collective indefinitely."""
 
     def pending_work(self) -> Any:
         return HANG_TIMEOUT_S
@@ -144,7 +144,7 @@ def hang_after_the_store_stops(port: int, store_pid: int) -> bool:
         wait_for_statuses(monitor)
         os.kill(os.getpid(), signal.SIGSTOP)
     os.kill(store_pid, signal.SIGSTOP)
-    agreement.request()  # the thread of the agreement sends it to the store, which does not respond
+    agreement.request()  # the thread of the agreement sends the request to the store, which does not respond
     monitor.mark_finished()
     deadline = time.monotonic() + LIMIT_S
     while peers[1].is_running() and time.monotonic() < deadline:
@@ -167,7 +167,7 @@ def test_a_hung_rank_is_killed_while_the_process_of_the_store_is_stopped():
         server.kill()
         server.wait()
     assert codes_of(outcomes) == [0, -signal.SIGKILL], "\n".join(map(str, outcomes))
-    assert outcomes[0].value, "the agreement's own thread waits for the store"
+    assert outcomes[0].value, "the thread of the agreement waits for the store"
     assert "Killing rank 1 so that the other ranks can continue." in outcomes[0].output
 
 
@@ -180,7 +180,7 @@ def compute_and_exit() -> bool:
     if rank == 1:
         monitor.stop_hang_detection()
         os._exit(0)
-    time.sleep(2 * CONFIRMATION_S)  # in a collective with no other rank, from which the backend would wake it
+    time.sleep(2 * CONFIRMATION_S)  # the rank is in no collective that the backend would abort
     monitor.stop_hang_detection()
     monitor.stop_hang_detection()
     return True
@@ -199,7 +199,7 @@ def test_a_computing_rank_and_a_rank_that_waits_for_an_exited_peer_are_not_kille
 
 @contextmanager
 def linked_monitors() -> Iterator[tuple[list[ElasticMonitor], list[threading.Event]]]:
-    """Monitors of ranks with a host each, all in this process, and whether the collectives of each were aborted."""
+    """Failure monitors of ranks on different hosts, in one process; records which ranks' collectives were aborted."""
     store, are_aborted = dist.HashStore(), [threading.Event() for _ in range(NUM_RANKS)]
     own = Peer.this_process(0)
     peers = {rank: replace(own, rank=rank, host=f"host{rank}") for rank in range(NUM_RANKS)}

@@ -1,4 +1,4 @@
-"""Exchange log: ranks that exchange gradients of different batches are detected, and the first difference is named."""
+"""Exchange log: detects ranks that exchange gradients of different batches, and reports the first difference."""
 
 import random
 import time

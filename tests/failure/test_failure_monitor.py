@@ -1,4 +1,4 @@
-"""Start and exit of the failure monitor; test_failures.py has its effects."""
+"""Start and exit of the failure monitor; test_failures.py tests its effects."""
 
 import faulthandler
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 def fail_and_end_at_once() -> list[str]:
     rank = int(os.environ["LOCAL_RANK"])
-    peers.host_identity = lambda: f"host {rank}"  # each is alone on one
+    peers.host_identity = lambda: f"host {rank}"  # each rank has its own host
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     own = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
     own.begin_stage(None)
@@ -56,7 +56,7 @@ def begin_to_watch(meeting_s: float) -> bool | str:
     if rank == 1:
         store.set("1 is done", "")
     else:
-        store.wait(["1 is done"])  # the store ends with this process
+        store.wait(["1 is done"])  # this process serves the store
     return found
 
 
@@ -105,7 +105,7 @@ def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -
     own.was_raised = is_raised
     own.finish_stage()
     own._on_exit()
-    faulthandler.cancel_dump_traceback_later()  # with which it is to end in time
+    faulthandler.cancel_dump_traceback_later()  # the time limit of the exit
     store.set("0 has ended", "")
     must_fail, process_exit._must_fail = process_exit._must_fail, False
     return must_fail

@@ -1,6 +1,6 @@
 """Failures of ``ddp_ext``: a SIGTERM on any rank stops all ranks, and a failure ends all ranks.
 
-Also what these promises must not cost: a training step exchanges gradients and nothing else.
+Also tests the overhead: a training step exchanges only gradients.
 """
 
 import json
@@ -33,13 +33,13 @@ BATCHES_PER_EPOCH = 40
 SECONDS_PER_STEP = 0.02
 
 
-# --- what a rank does, and says about it ---
+# --- functions of ranks ---
 
 
 class Steady(MLP):
-    """Takes its batches from the number of the step: a resumed run sees what an undisturbed one would have seen.
+    """A model that selects batches by the number of the step. A resumed run has the batches of an undisturbed run.
 
-    (Lightning starts an interrupted epoch with the first batch of a loader again, unless the loader is stateful.)
+    (Lightning resumes an interrupted epoch with the first batch of a loader, unless the loader is stateful.)
     """
 
     def __init__(self, seconds_per_step: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class Steady(MLP):
 
 
 class Report(Callback):
-    """Leaves files: the pid of each rank once it is training, and how the run ended for it."""
+    """Writes files: the process ID of each rank during training, and the end of the run on each rank."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -84,7 +84,7 @@ class Report(Callback):
 def train(
     directory: Path, seconds_per_step: float = 0.0, callbacks: list[Callback] | None = None, **fit_options: Any
 ) -> dict[str, torch.Tensor]:
-    """Trains for NUM_STEPS, validates after each epoch, and returns the weights."""
+    """Trains for NUM_STEPS with validation after each epoch, and returns the weights."""
     torch.manual_seed(3)
     model = Steady(seconds_per_step)
     trainer = make_trainer(
@@ -99,7 +99,7 @@ def train(
 
 
 class Fail(Callback):
-    """At step 5, raises on some ranks; the others may get stuck where no closed connection wakes them."""
+    """Raises at step 5 on some ranks. Other ranks may sleep, so that a closed connection does not wake them."""
 
     def __init__(self, *failing: int, others_are_stuck: bool = False) -> None:
         self.failing = failing
@@ -116,7 +116,7 @@ class Fail(Callback):
             time.sleep(600)
 
 
-# --- what the test does with a script ---
+# --- scripts of tests ---
 
 SCRIPT = """
 import sys
@@ -150,17 +150,17 @@ def fit_test_and_tear_down_twice(directory: Path) -> None:
 
 
 class Run:
-    """A script in the hands of a user."""
+    """A script that runs in a separate process, as started by a user."""
 
     def __init__(self, directory: Path, what: Callable[[Path], None], *launcher: str) -> None:
         self.directory = directory
         self.script = directory / "script.py"
         self.script.write_text(SCRIPT)
-        # One thread, as the ranks have that the weights are compared with.
+        # One thread, like the ranks whose weights are compared.
         self.process = start_script(*launcher, self.script, directory, what.__name__)
 
     def pids(self, moment: str, timeout_s: float = 180) -> list[int]:
-        """The pids of the two ranks, as soon as both have come to the moment: "training" or "validating"."""
+        """Waits until both ranks are "training" or "validating"; returns their process IDs."""
         files = [self.directory / f"{moment}{rank}" for rank in range(2)]
         deadline = time.monotonic() + timeout_s
         while not all(file.exists() for file in files):
@@ -170,21 +170,21 @@ class Run:
         return [json.loads(file.read_text()) for file in files]
 
     def end(self, timeout_s: float) -> tuple[int, str]:
-        """Waits until all processes of the run have ended; returns the exit code and what they have written."""
+        """Waits until all processes of the run have exited; returns the exit code and the output."""
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"after {timeout_s} s there are still {self.processes()}:\n{error.output}") from None
+            raise AssertionError(f"after {timeout_s} s, {self.processes()} still run:\n{error.output}") from None
         psutil.wait_procs(self.processes(), timeout=2)
         assert self.processes() == [], output
         return self.process.returncode, output
 
     def ends(self) -> list[Any]:
-        """How the run ended for each rank: name of the exception, `trainer.received_sigterm`, global step."""
+        """Returns the end of the run on each rank: name of the exception, `trainer.received_sigterm`, global step."""
         return [json.loads((self.directory / f"end{rank}").read_text()) for rank in range(2)]
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the run that have not exited, whatever their parent is."""
+        """Returns the running processes of the script, also if their parent has exited."""
         processes = psutil.process_iter(["cmdline"])
         return [process for process in processes if str(self.script) in (process.info["cmdline"] or [])]
 
@@ -196,7 +196,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts a script that does one of the functions above, and stops what is left of it after the test."""
+    """Starts a script that runs a function of this module, and kills its remaining processes after the test."""
     runs = []
 
     def start(what: Callable[[Path], None], *launcher: str) -> Run:
@@ -210,7 +210,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights after NUM_STEPS steps in which nothing happened."""
+    """Returns the weights after NUM_STEPS steps of an undisturbed run."""
     return run_ranks(train, tmp_path_factory.mktemp("undisturbed"))[0]
 
 
@@ -242,7 +242,7 @@ def resume(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class Interrupt(Callback):
-    """Sends SIGTERM to this process at batch 3 of a stage, and counts the batches."""
+    """Sends a SIGTERM to this process at batch 3 of a stage, and counts the batches."""
 
     def __init__(self, is_signalled: bool, stage: str) -> None:
         self.is_signalled = is_signalled
@@ -305,11 +305,11 @@ def test_a_sigterm_after_the_last_step_of_a_stage_stops_the_next_stage(signalled
     assert run_ranks(fit_and_test_when_signalled_at_the_end_of_fit, signalled) == ["interrupted"] * 2
 
 
-# --- what it costs ---
+# --- overhead ---
 
 
 class CountCollectives(Callback):
-    """Profiles ten training steps from the start of one to the start of another."""
+    """Profiles ten training steps, from the start of the first step to the start of the step after them."""
 
     def __init__(self) -> None:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])

@@ -1,4 +1,4 @@
-"""A hung rank ends all ranks after the hang timeout, with an error that has its stack; a slow rank does not."""
+"""After the hang timeout, a hung rank makes all ranks exit with an error that has its stack; a slow rank does not."""
 
 import ctypes
 import io
@@ -29,15 +29,15 @@ from tests.support.ddp_spawn_trainers import spawn_trainer
 from tests.support.models import MLP, dataset, loader, make_trainer
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
-#: Longer than a write to a file takes on a busy disk, and the start of a loader's worker on busy cores.
+#: Longer than a write to a busy disk, and than the start of a DataLoader worker on busy cores.
 HANG_TIMEOUT_S = 4.0
 LONGER_S = 6.0
-#: Values of all ranks, which each rank knows.
+#: Process IDs of all ranks, which each rank has.
 pids: list[int] = []
 
 
 class Delays(Callback):
-    """Does something on rank 1 at a batch, while rank 0 waits for its gradients."""
+    """Delays or hangs rank 1 at a batch, while rank 0 waits for its gradients."""
 
     def __init__(self, how: str, batch_idx: int = 3) -> None:
         self.how = how
@@ -80,7 +80,7 @@ def sleep_for_ever(model: MLP) -> None:
 
 
 def stop_all(model: MLP) -> None:
-    """Stops both ranks, as a scheduler does to use the cores for a while; a child process continues them."""
+    """Stops both ranks, like a scheduler that reassigns the cores for a while; a child process continues the ranks."""
     ranks = [psutil.Process(pid) for pid in pids]
     if os.fork() == 0:
         for rank in ranks:
@@ -116,7 +116,7 @@ def test_a_slow_rank_is_not_hung(how, backend, hang_timeout):
 
 
 class HoldsPythonsLock(Callback):
-    """Lets no thread of Python's run on rank 0 for a while after the last batch: it cannot say that it moves."""
+    """Holds the GIL on rank 0 for a while after the last batch, so that the rank cannot publish its activity."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank == 0:
@@ -136,7 +136,7 @@ def test_a_rank_that_waited_for_the_last_batch_of_another_rank_is_not_hung():
 
 
 class SlowOnce(Dataset):
-    """On rank 1, the worker of its loader takes long for a sample of batch 3: by computing, or by doing nothing."""
+    """A dataset whose DataLoader worker on rank 1 computes or sleeps for long at a sample of batch 3."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -146,7 +146,7 @@ class SlowOnce(Dataset):
         return len(self.data)
 
     def __getitem__(self, index: int):
-        if index == 2 * 4 * 3 + 1:  # of two ranks' batches of four
+        if index == 2 * 4 * 3 + 1:  # batches of four samples on two ranks
             end = time.monotonic() + LONGER_S
             while time.monotonic() < end:
                 sum(range(1000)) if self.how == "computes" else time.sleep(3600)
@@ -184,7 +184,7 @@ def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(b
         WorkerRaisedError, match=r"rank 1 on .* is stuck, last seen in train, epoch 0, step 3"
     ) as caught:
         trainer.fit(MLP(), loader(80))
-    assert time.monotonic() - begin < 200  # of which most is the start of workers on a busy machine
+    assert time.monotonic() - begin < 200  # mostly the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, RankFailedError)
     text = str(caught.value)
     assert "rank 0 waited 4 s for it in" in text
@@ -194,7 +194,7 @@ def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(b
 
 
 class WaitsInItsOwnGroup(Callback):
-    """Each rank waits in another group for the other."""
+    """Each rank waits for the other rank in a different group."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.groups = [torch.distributed.new_group() for _ in range(trainer.world_size)]

@@ -1,4 +1,4 @@
-"""DataLoader workers exit with their ranks. By themselves they would detect the exit after up to five seconds."""
+"""DataLoader workers exit with their ranks; otherwise, they would detect the exit only after up to five seconds."""
 
 import multiprocessing
 import subprocess
@@ -18,7 +18,7 @@ fork = multiprocessing.get_context("fork")
 
 
 def start_others(says: Connection) -> None:
-    """A rank that has forked two processes, as loaders do, and has started a program."""
+    """Forks two processes, like a DataLoader, starts a program, and sends the process IDs."""
     forked = [fork.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
     for process in forked:
         process.start()

@@ -1,4 +1,4 @@
-"""A collective that only rank 0 calls: the error names the call, its location, and what rank 1 did instead."""
+"""A collective that only rank 0 calls: the error has the call, its location, and the activity of rank 1."""
 
 import time
 from pathlib import Path

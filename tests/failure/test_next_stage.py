@@ -1,4 +1,4 @@
-"""After an exception that the script catches on all ranks, the ranks train another model together."""
+"""After an exception that the script catches on all ranks, the ranks can train another model."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.processes
 
 
 class PrunedError(Exception):
-    """Ends a trial of a search."""
+    """An exception that ends a trial of a search."""
 
 
 class Pruned(MLP):
-    """Ends its training on one rank, while the other waits in a collective."""
+    """A model that ends its training on one rank, while the other rank waits in a collective."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

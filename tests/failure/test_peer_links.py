@@ -1,4 +1,4 @@
-"""Peer links detect at once that the process at the other end has exited, and report no other process."""
+"""Peer links detect the exit of a peer immediately, and do not report processes that still run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TOKEN = "c0ffee"
 
 
 class Ends(PeerLinks):
-    """With what was said last on each of them."""
+    """Peer links that record the last message of each rank."""
 
     def __init__(self) -> None:
         super().__init__(SelectorLoop(), self._note)
@@ -49,14 +49,14 @@ def hub() -> Iterator[Ends]:
 
 
 def fork_caller(hub: PeerLinks, rank: int, then: str) -> int:
-    """A process that calls, and then ends in some way; one that it has forked lives on until the test has ended."""
+    """Forks a process that connects and then exits; its forked child remains until the end of the test."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(writes)
         lines = Ends()
         lines.call_hub(hub, rank)
-        if os.fork() == 0:  # a loader's worker
+        if os.fork() == 0:  # a DataLoader worker
             os.read(reads, 1)
             os._exit(0)
         if then == "goodbye":
@@ -161,7 +161,7 @@ def test_a_connection_without_the_token_is_rejected_and_does_not_replace_a_rank(
         with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
             stranger.sendall(said)
         wait(hub, 0.1)
-    silent = []  # connections that send nothing delay no other
+    silent = []  # connections that send nothing do not delay other connections
     for _ in range(10):
         silent.append(socket.create_connection(("127.0.0.1", hub.port)))
         wait(hub, 0.02)
@@ -178,7 +178,7 @@ def test_a_connection_without_the_token_is_rejected_and_does_not_replace_a_rank(
 
 
 def connect(hub: PeerLinks) -> socket.socket:
-    """Connects, and has the connection accepted."""
+    """Connects to the hub, which accepts the connection."""
     connection = socket.create_connection(("127.0.0.1", hub.port))
     wait(hub, 0.0)
     return connection
@@ -200,7 +200,7 @@ def test_a_rank_whose_first_message_was_not_read_for_seconds_stays_connected(hub
         caller = stack.enter_context(connect(hub))
         for _ in range(4):
             stack.enter_context(connect(hub))
-        time.sleep(1.1)  # the thread is busy meanwhile
+        time.sleep(1.1)  # the thread is busy in the meantime
         stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
         caller.sendall(module._hello(TOKEN, 2))
         wait(hub, 0.0)
@@ -217,7 +217,7 @@ def test_unauthenticated_connections_older_than_a_second_are_closed_for_a_rank(h
         while not hub.ranks and time.monotonic() < deadline:
             wait(hub, 0.1)
         assert hub.ranks == {2}
-        assert time.process_time() - busy < 0.5, "connections that wait keep the thread from nothing"
+        assert time.process_time() - busy < 0.5, "waiting connections must not occupy the thread"
         caller.close()
 
 
@@ -235,7 +235,9 @@ def test_an_unreachable_address_does_not_disconnect_a_rank():
 
 def test_one_reachable_address_is_enough_and_ranks_listen_at_the_stores_address(hub):
     caller = Ends()
-    assert caller.connect(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None  # the hub is not at the first
+    assert (
+        caller.connect(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None
+    )  # the hub does not listen at the first address
     everywhere = Ends()
     everywhere.listen([2], TOKEN, "")
     assert caller.connect(["127.0.0.2"], everywhere.port, 1, TOKEN, 2) is None
@@ -250,7 +252,7 @@ def test_one_reachable_address_is_enough_and_ranks_listen_at_the_stores_address(
 
 
 def centers(monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str] = str) -> list[Ends]:
-    """The lines of two ranks that have met in a store, each with a secret; the store's entry is changed in between."""
+    """Connects two ranks with a secret each through a store, whose entry is changed before the second rank reads it."""
     store, peers = dist.HashStore(), {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
     ends = [Ends(), Ends()]
     for rank, secret in enumerate(secrets):
@@ -318,7 +320,7 @@ def test_the_secret_may_be_in_a_file_that_other_users_cannot_read(monkeypatch: p
     monkeypatch.setenv(SECRET_FILE, str(file))
     file.chmod(0o600)
     assert job_secret() == b"a secret"
-    link = tmp_path / "link"  # as in a volume of Kubernetes
+    link = tmp_path / "link"  # as in a Kubernetes volume
     link.symlink_to(file)
     monkeypatch.setenv(SECRET_FILE, str(link))
     assert job_secret() == b"a secret"

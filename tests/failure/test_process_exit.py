@@ -1,4 +1,4 @@
-"""A process that was asked to exit frees no objects at its exit, and loses no data that was written to files."""
+"""A terminated process does not free objects at its exit, and does not lose data that was written to files."""
 
 from pathlib import Path
 

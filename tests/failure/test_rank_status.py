@@ -42,10 +42,8 @@ def stuck(*statuses: RankStatus, ages: dict[int, float] | None = None) -> tuple[
     "waits",
     [
         WAITS,
-        replace(WAITS, num_started=0),  # of which one knows that it waits
-        replace(
-            WAITS, in_collective_s=0
-        ),  # of which one knows that it is ahead, and does not move: in a backward pass, say
+        replace(WAITS, num_started=0),  # a rank that is known to wait
+        replace(WAITS, in_collective_s=0),  # a rank that is ahead and inactive, for example in a backward pass
     ],
 )
 def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
@@ -56,21 +54,21 @@ def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
 @pytest.mark.parametrize(
     ("first", "second", "why"),
     [
-        (WAITS, MOVES, "it moves, as in a validation on one rank alone"),
+        (WAITS, MOVES, "it is active, as in a validation on one rank"),
         (WAITS, COMPUTES, "it computes, or reads, within one call"),
         (WAITS, replace(SLEEPS, is_in_debugger=True), "it is in a debugger"),
         (WAITS, replace(SLEEPS, idle_s=299), "it has not slept for long enough"),
         (replace(WAITS, in_collective_s=299, unchanged_s=299), SLEEPS, "no rank has waited for long enough"),
         (SLEEPS, SLEEPS, "no rank waits: all read from a slow disk, for example"),
         (MOVES, SLEEPS, "no rank waits"),
-        (replace(WAITS, state="failed"), SLEEPS, "one has failed: they end for that"),
+        (replace(WAITS, state="failed"), SLEEPS, "one rank has failed, which ends all ranks"),
         (
             replace(WAITS, state="exited"),
             replace(SLEEPS, stage=9),
-            "one has exited before: detected otherwise",
+            "one rank has exited, which is detected in a different way",
         ),
-        (replace(MOVES, state="finished"), MOVES, "it is still at its stage, and moves"),
-        (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have ended the stage"),
+        (replace(MOVES, state="finished"), MOVES, "it is still in its stage, and active"),
+        (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have finished the stage"),
     ],
 )
 def test_no_rank_is_hung_if(first, second, why):
@@ -85,7 +83,7 @@ def test_an_active_rank_keeps_inactive_ranks_from_being_hung():
 def test_an_unresponsive_rank_is_hung_whatever_its_last_status():
     assert stuck(WAITS, MOVES, ages={1: 301}) == (1,)
     assert stuck(WAITS, MOVES, ages={1: 299}) == ()
-    assert stuck(replace(WAITS, in_collective_s=400), MOVES, ages={0: 301}) == ()  # no rank waits then
+    assert stuck(replace(WAITS, in_collective_s=400), MOVES, ages={0: 301}) == ()  # then, no rank waits
 
 
 def test_ranks_that_all_wait_for_each_other_are_hung():
@@ -95,8 +93,8 @@ def test_ranks_that_all_wait_for_each_other_are_hung():
 def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
     left = replace(MOVES, state="finished", in_collective_s=301)
     assert stuck(left, SLEEPS) == (1,)
-    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # whose process has ended since
-    # It may have waited for the other, which had not ended the stage then, and be about to say that it moves again.
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # whose process has exited since
+    # Rank 1 may have waited for rank 0 before rank 0 finished the stage, and may be about to publish new activity.
     assert stuck(replace(left, in_collective_s=299), SLEEPS) == ()
     assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 299}) == ()
 
@@ -116,7 +114,7 @@ def test_a_rank_at_the_same_line_in_another_collective_is_active():
 
     progress = Counts()
     local = LocalStatus(dist.HashStore(), 0, {0: Peer.this_process(0)}, progress, lambda: "train")
-    thread = threading.Thread(target=threading.Event().wait, daemon=True)  # which is always at the same place
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)  # always at the same stack position
     thread.start()
     local.activity, local.own.state = ThreadActivity(thread), "running"
 

@@ -1,4 +1,4 @@
-"""Statuses of other hosts; all ranks of these tests are in one process."""
+"""Statuses of other hosts; all ranks of the tests are in one process."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ FAILURE = Failure((3,), "second", 12.0, "train", "ValueError: no", ("a:1 in f",)
 
 
 class Clock:
-    """Time that can be put forward."""
+    """A clock that can be advanced."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Ranks:
-    """Those of some hosts, whose threads look when it is said here."""
+    """Ranks of several hosts, whose monitors publish when a test calls :meth:`look`."""
 
     def __init__(self, *of_hosts: list[int]) -> None:
         self.peers = {rank: Peer(rank, str(host), rank, 0.0) for host, ranks in enumerate(of_hosts) for rank in ranks}
@@ -45,7 +45,7 @@ class Ranks:
         return self.by_rank[rank]
 
     def look(self, failures: dict[int, Failure], *without: int) -> None:
-        """Lets all look once, but for some; failures are those that ranks know of."""
+        """Lets all ranks except some publish and receive once; ``failures`` has the known failure of each rank."""
         for rank, one in self.by_rank.items():
             if rank not in without:
                 self.waiting[rank].wait(0.0)
@@ -72,9 +72,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def test_rank_0_receives_all_statuses_and_other_ranks_receive_rank_0s(ranks):
-    ranks.statuses[4] = RankStatus(
-        4, heartbeat=7, stack="at work\n" * WINDOW_NUM_BYTES
-    )  # of which there is room for the end
+    ranks.statuses[4] = RankStatus(4, heartbeat=7, stack="at work\n" * WINDOW_NUM_BYTES)  # only the end fits
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4} and ranks[0].statuses[4].heartbeat == 7)
     assert ranks[0].statuses[4].stack.endswith("at work\n")
     assert ranks[2].statuses == {0: RankStatus(0)}
@@ -104,7 +102,7 @@ def test_a_failure_reaches_every_host_at_once(ranks, monkeypatch, knows):
     clock, hears = Clock(), 2 - knows
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    monkeypatch.setattr(ranks[knows], "_published_at", clock.monotonic() + 1000)  # it is not the time to say anything
+    monkeypatch.setattr(ranks[knows], "_published_at", clock.monotonic() + 1000)  # no status is due
     ranks.look_until(lambda: ranks[hears].statuses[knows].failure == FAILURE, {knows: FAILURE})
 
 
@@ -140,7 +138,7 @@ def test_the_next_rank_of_a_host_replaces_its_leader(ranks):
     assert ranks[3].statuses.keys() == {0}
     assert ranks[4].statuses == {}
     assert ranks[0]._links.disconnected == set()
-    ranks[3]._links.abort()  # as the kernel does when its process ends
+    ranks[3]._links.abort()  # as the kernel does when the process exits
     ranks.look_until(lambda: ranks[0]._links.disconnected == {3}, {}, 2, 3)
 
 
@@ -152,7 +150,7 @@ def test_a_rank_sends_a_failure_in_place_of_its_unresponsive_host_leader(ranks, 
     assert 3 not in ranks[0]._links.ranks
     clock.ahead_s += remote_status.LEADER_DETECTION_S
     ranks.look_until(lambda: ranks[0].statuses[3].failure == FAILURE, {3: FAILURE}, 2)
-    # And by one that has no time to wait.
+    # A rank that closes its links sends its failure immediately.
     ranks[4]._published_failure = FAILURE
     ranks[4].close()
     ranks.look_until(lambda: ranks[0].statuses[4].failure == FAILURE, {}, 2)
@@ -164,9 +162,7 @@ def test_a_host_that_sends_nothing_is_not_lost_while_its_kernel_responds(ranks, 
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     clock.ahead_s += 1000
     assert [one.lost_ranks() for one in ranks.by_rank.values()] == [[]] * 5
-    ranks[0]._links.unreachable.add(
-        2
-    )  # what the kernel says of a cable that is pulled is tried with hosts that have one
+    ranks[0]._links.unreachable.add(2)  # tests with network namespaces cover the kernel's report
     assert ranks[0].lost_ranks() == [2, 3, 4]
 
 
@@ -174,7 +170,7 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
     for one in ranks.by_rank.values():
-        one._lost_s = 100.0  # which a busy machine does not reach
+        one._lost_s = 100.0  # a busy machine does not reach this timeout
         one._links.kept_alive = set()
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks[0]._links.kept_alive = set()
@@ -196,7 +192,7 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
 
 def test_a_new_leader_that_cannot_connect_logs_no_warning(ranks, caplog):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks[0].close()  # its process has ended
+    ranks[0].close()  # its process has exited
     ranks.statuses[2] = RankStatus(2, state="exited")
     with caplog.at_level(logging.WARNING):
         ranks.look_until(lambda: ranks[3]._has_connected, {}, 0)

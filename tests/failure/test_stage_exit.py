@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 
 class Uneven(MLP):
-    """Ranks meet in each batch of the last validation, of which one has half as many."""
+    """A model with a barrier in each validation batch, and with half as many batches on one rank."""
 
     short = 0
 
@@ -35,7 +35,7 @@ class Uneven(MLP):
         self.trainer.strategy.barrier()
 
 
-#: Without the comparison at the end of an epoch, with which the other rank's collective would pair.
+#: Disables the comparison at the end of an epoch, with which the other rank's collective would pair.
 WITHOUT_EPOCH_CHECKS = ChecksOptions(excluded_fields=(*GROUP_FIELDS, *TRAINING_FIELDS))
 EXPECTED = r"rank 1 is waiting in a collective for rank 0, which has already finished this stage"
 
@@ -51,7 +51,7 @@ def test_a_worker_with_more_batches_gets_an_error(backend):
     start = time.monotonic()
     with pytest.raises(WorkerRaisedError, match=EXPECTED) as caught:
         trainer.fit(model, loader(num_samples=16))
-    assert time.monotonic() - start < 200  # of which most is the start of workers on a busy machine
+    assert time.monotonic() - start < 200  # mostly the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, UnevenInputsError)
     assert caught.value.error_index == 1
     assert trainer.global_step == 4  # the state of rank 0 was returned
@@ -174,7 +174,7 @@ def linger_for(
 ) -> tuple[list[int], float] | None:
     rank = int(os.environ["LOCAL_RANK"])
     if num_hosts == 2:
-        peers.host_identity = lambda: f"host {rank}"  # each is alone on one
+        peers.host_identity = lambda: f"host {rank}"  # each rank has its own host
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     monitor = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
     monitor.begin_stage(None)
@@ -186,12 +186,12 @@ def linger_for(
         result = handler.wait_for_others(), time.monotonic() - begin
         if does is not None:
             store.set("it has ended", "")
-            if rank == 0:  # the store ends with this process
+            if rank == 0:  # this process serves the store
                 store.wait(["the other has read it"])
-        monitor.close()  # or this process would have failed, too
+        monitor.close()  # otherwise, this process would fail, too
         return result
     store.wait(["one lingers"])
-    time.sleep(1.0)  # for which it is to do so
+    time.sleep(1.0)  # the minimum wait of the other rank
     if does is not None:
         does(handler)
         store.wait(["it has ended"])
@@ -233,7 +233,7 @@ def raise_an_error(handler: StageExitHandler) -> None:
     ],
 )
 def test_a_rank_waits_at_its_exit_until_the_other_ranks_finish_fail_or_exit(does, is_failure, num_hosts, lingering):
-    """Also if it comes there before it has heard anything of another host."""
+    """The wait also works for a rank that has not received a status of another host."""
     lingered_for, seconds = run_ranks(linger_for, does, num_hosts, lingering)[lingering]
     assert lingered_for == ([1 - lingering] if is_failure else [])
     assert seconds >= 1.0

@@ -56,7 +56,7 @@ def test_a_script_that_catches_the_failure_continues_without_the_other_ranks(tmp
             kill_tree(pid)
     assert left == []
     assert process.returncode == 0, output
-    assert re.search("continues after (DistNetworkError|RuntimeError)", output), output  # the latter before torch 2.7
+    assert re.search("continues after (DistNetworkError|RuntimeError)", output), output  # RuntimeError before torch 2.7
     assert "before the ranks had connected" not in output
 
 
@@ -66,7 +66,7 @@ def test_all_processes_exit_if_the_port_of_the_rendezvous_is_taken(tmp_path):
     pids.mkdir()
     process = start_script(script, pids)
     try:
-        output, _ = process.communicate(timeout=300)  # others hold its end of the pipe, as long as there are any
+        output, _ = process.communicate(timeout=300)  # remaining processes keep the pipe open
         assert process.returncode == 1, output
         assert "EADDRINUSE" in output
     finally:

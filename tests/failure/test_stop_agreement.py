@@ -28,7 +28,7 @@ TRAINS = StopVote(FIRST)
         ([StopVote(FIRST, True, (3, 0)), TRAINS, StopVote(FIRST, True, (5, 0))], StopDecision(FIRST)),
         ([StopVote(FIRST, True, (3, 0)), StopVote(FIRST, True, (5, 0))], StopDecision(FIRST, (5, 0))),
         ([StopVote(FIRST, True, (3, 7)), StopVote(FIRST, True, (3, 12))], StopDecision(FIRST, (3, 12))),
-        # A rank that has not begun votes once it has.
+        # A rank that has not started votes as soon as it starts.
         ([StopVote(FIRST, True, (3, 0)), None], StopDecision(FIRST)),
         ([StopVote(SECOND, True, (3, 0)), StopVote(FIRST, False, (9, 0), True)], StopDecision(SECOND)),
         # A request after the last step of a rank stops the other ranks after as many steps.
@@ -101,7 +101,7 @@ LAST = 2
 
 
 class DieDuringAgreement(Callback):
-    """After five steps rank 1 gets a SIGTERM, to which rank 2, which is stopped, does not answer until it is killed."""
+    """After five steps, rank 1 receives a SIGTERM. Rank 2 is stopped and does not vote until it is killed."""
 
     def __init__(self, directory: Path) -> None:
         self.pid = directory / "pid"
@@ -120,7 +120,7 @@ class DieDuringAgreement(Callback):
             time.sleep(0.01)
         if trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            threading.Timer(2.0, last.kill).start()  # when the others wait for it to say how far it is
+            threading.Timer(2.0, last.kill).start()  # while the other ranks wait for its vote
         time.sleep(0.5)
 
 

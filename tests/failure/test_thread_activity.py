@@ -17,7 +17,7 @@ from lightning_strategies_ext.failure.status_table import SLOT_NUM_BYTES, Status
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 from tests.support.ranks import LIMIT_S, run_script
 
-on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no threads that others displace")
+on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no idle scheduling policy")
 
 
 def sleep(begun: threading.Event, ended: threading.Event) -> None:
@@ -41,7 +41,7 @@ def compute_in_one_call(begun: threading.Event, ended: threading.Event) -> None:
 
 
 def get_no_core(begun: threading.Event, ended: threading.Event) -> None:
-    # Another process keeps the only core that this thread may use, and does not give way to it.
+    # Another process occupies the only core that this thread may use, with a higher priority.
     core = min(os.sched_getaffinity(0))
     other = subprocess.Popen(
         [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"],
@@ -57,7 +57,7 @@ def get_no_core(begun: threading.Event, ended: threading.Event) -> None:
 
 
 def read(begun: threading.Event, ended: threading.Event) -> None:
-    # Waits at one place, where something comes in a hundred times per second.
+    # Reads from a pipe that receives data a hundred times per second.
     receiver, sender = os.pipe()
 
     def send() -> None:
@@ -74,7 +74,7 @@ def read(begun: threading.Event, ended: threading.Event) -> None:
 
 
 def pdb_prompt(begun: threading.Event, ended: threading.Event) -> None:
-    # The prompt of pdb reads a line of standard input: here one that comes when the test has ended.
+    # The prompt of pdb reads a line of standard input, which arrives at the end of the test.
     import io
     import pdb
 
@@ -124,7 +124,7 @@ def is_ready(thread: threading.Thread) -> Callable[[], bool]:
     ],
 )
 def test_the_activity_of_a_thread_is_sampled_from_another_thread(doing, activity_of, is_still, is_idle, is_debugged):
-    # Between two samples, the thread acts, as its own clock and status show: a busy machine may delay it.
+    # The thread must be active between two samples, according to its clock and status: a busy machine may delay it.
     begun, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=doing, args=(begun, ended))
     thread.start()
@@ -139,7 +139,7 @@ def test_the_activity_of_a_thread_is_sampled_from_another_thread(doing, activity
             while not has_acted():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            activity.sample(0.25)  # as if more time had passed, so that the test takes less
+            activity.sample(0.25)  # simulates a longer interval, to shorten the test
             idle.append(activity.idle_s)
         assert (idle[-1] >= 1.5) == is_idle, idle
         if is_still is not None:

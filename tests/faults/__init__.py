@@ -1,1 +1,1 @@
-"""Whatever goes wrong on one rank, wherever: all end soon, and the user reads why. See :mod:`.cases`."""
+"""Fault injection: after a fault on one rank, all ranks exit soon, and a message names the cause. See :mod:`.cases`."""

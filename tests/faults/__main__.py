@@ -1,8 +1,8 @@
 """Runs cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``.
 
-This is ``make fault-injection``. With ``--minutes``, cases are drawn at random until the time is over, see
-``make soak``. With ``--at-once``, several are
-tried beside each other, and those of ours that ended well but late are tried again alone: what counts is that.
+``make fault-injection`` runs this module. With ``--minutes``, as in ``make soak``, it draws random cases until the time
+is over. With ``--at-once``, it runs several cases in parallel. Cases with this package's strategies that only exceeded
+the time limit then run again, one at a time, and the second result counts.
 """
 
 import argparse
@@ -21,21 +21,27 @@ from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
 from tests.support.namespace_hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
-#: How much is shown of the output and of each rank's file, of a case that is not as it should be, in lines.
+#: Number of lines that are printed of the output, and of each rank's file, of a case that failed.
 NUM_LINES = 60
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--strategies", nargs="+", default=[*OURS, "ddp"], help="ddp is Lightning's")
-    parser.add_argument("--worlds", nargs="+", default=["2", "3", "1x2", "2x2"], help="ranks, or ranks x hosts")
+    parser.add_argument(
+        "--strategies", nargs="+", default=[*OURS, "ddp"], help="strategies to test; ddp is Lightning's strategy"
+    )
+    parser.add_argument(
+        "--worlds", nargs="+", default=["2", "3", "1x2", "2x2"], help="numbers of ranks, or numbers of ranks x hosts"
+    )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--moments", nargs="+")
-    parser.add_argument("--accelerator", default="cpu", help="gpu: all ranks share one, each as a host of its own: 1x2")
-    parser.add_argument("--every", type=int, default=1, help="try each Nth case only")
-    parser.add_argument("--offset", type=int, default=0, help="the first of them")
-    parser.add_argument("--at-once", type=int, default=1, help="how many at the same time")
-    parser.add_argument("--minutes", type=float, help="for how long to try cases at random")
+    parser.add_argument(
+        "--accelerator", default="cpu", help="gpu: all ranks share one GPU, each as a separate host: 1x2"
+    )
+    parser.add_argument("--every", type=int, default=1, help="run only each Nth case")
+    parser.add_argument("--offset", type=int, default=0, help="index of the first case")
+    parser.add_argument("--at-once", type=int, default=1, help="number of cases that run in parallel")
+    parser.add_argument("--minutes", type=float, help="run random cases for this number of minutes")
     parser.add_argument("--seed", type=int, default=0, help="of these")
     options = parser.parse_args()
     worlds = [(int(ranks) * int(hosts or 1), int(hosts or 1)) for ranks, _, hosts in map(split, options.worlds)]
@@ -44,14 +50,14 @@ def main() -> int:
         for case in all_cases(tuple(options.strategies), tuple(worlds))
         if case.kind in options.kinds and (options.moments is None or case.moment in options.moments)
     ]
-    if options.accelerator != "cpu":  # its hosts have no cables between them
+    if options.accelerator != "cpu":  # its hosts have no virtual network between them
         cases = [case for case in cases if case.hosts == case.world_size and case.kind != "cable"]
     elif any(case.hosts > 1 for case in cases):
         try:
             with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)):
                 pass
         except NoHostsError as error:
-            print(f"Nothing is tried on two hosts: {error}", flush=True)
+            print(f"Cases with two hosts are skipped: {error}", flush=True)
             cases = [case for case in cases if case.hosts == 1]
     os.environ.update(WITHOUT_MPI)
     if options.minutes is not None:
@@ -61,7 +67,7 @@ def main() -> int:
             results = list(pool.map(tried, cases[options.offset :: options.every]))
     if options.at_once > 1:
         again = [index for index, result in enumerate(results) if result.is_late_only]
-        print(f"{len(again)} that were late are tried again, alone.", flush=True)
+        print(f"{len(again)} cases that exceeded the time limit run again, one at a time.", flush=True)
         for index in again:
             results[index] = tried(results[index].case)
     print(table(results))
@@ -69,12 +75,12 @@ def main() -> int:
 
 
 def split(world: str) -> tuple[str, str, str]:
-    """Ranks of a host and hosts."""
+    """Parses a world: returns the number of ranks per host and the number of hosts."""
     return world.partition("x")
 
 
 def tried(case: Case) -> Result:
-    """Tries a case, and says what came of it; of one of ours that is not as it should be, the end of what it said."""
+    """Runs a case and prints its result. If a strategy of this package fails, prints the end of its output."""
     shown: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         result = try_case(case, Path(directory))
@@ -89,14 +95,14 @@ def tried(case: Case) -> Result:
 
 
 def drawn(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
-    """Cases at random, until the time is over."""
+    """Yields random cases until the time is over."""
     generator, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     while time.monotonic() < deadline:
         yield generator.choice(cases)
 
 
 def table(results: list[Result]) -> str:
-    """How many of the cases of each kind were as they should be, by strategy, in Markdown."""
+    """Returns a Markdown table with the number of passed cases, by kind of fault and strategy."""
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for result in results:
         found[result.case.kind, name_of(result.case)].append(not result.problems)
@@ -110,7 +116,7 @@ def table(results: list[Result]) -> str:
 
 
 def name_of(case: Case) -> str:
-    """The column of a case."""
+    """Returns the column of a case in the table."""
     return f"`{case.strategy}`" + (f", {case.hosts} hosts" if case.hosts > 1 else "")
 
 

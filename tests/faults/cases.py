@@ -1,4 +1,4 @@
-"""All that may go wrong: kinds of faults at moments of a run, on ranks of strategies; and how one case is tried."""
+"""Cases of fault injection: kinds of faults, moments of a run, ranks, and strategies; and the execution of a case."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.faults.program import HANG_TIMEOUT_S
 from tests.support.namespace_hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
-#: Kinds of faults, by what the user should read of them as the first cause; None where nothing failed.
+#: Kinds of faults, with a pattern of the first failure in the output; None if the run must not report a failure.
 KINDS = {
     "exception": "ValueError: the first cause",
     "base_exception": "OwnBaseException: the first cause",
@@ -35,11 +35,11 @@ KINDS = {
     "collective": "collective",
     "cable": r"(is|are) lost",
 }
-#: What torch says of a worker of a loader that is gone, however it ended.
+#: Message of torch about a DataLoader worker that has exited, for any reason.
 OF_LOADER = r"DataLoader worker \(pid\S* \d+\) (is killed by signal|exited unexpectedly)"
-#: What ``horovodrun`` says of a rank by its exit code, where no other rank of its host is there to tell.
+#: Message of ``horovodrun`` about the exit code of a rank, if no other rank of the host reports the failure.
 OF_LAUNCHER = {"sigkill": "exit with status code 137", "sigsegv": "exit with status code 139"}
-#: After these, the others have to wait for a while before they know.
+#: Faults that other ranks detect only after a timeout.
 STUCK = ("sigstop", "sleep", "hold_gil")
 MOMENTS = (
     "before the group",
@@ -66,13 +66,13 @@ FABRIC_MOMENTS = (
     "data-loader worker",
 )
 OURS = ("ddp_ext", "ddp_spawn_ext", "horovod_ext", "fabric")
-#: Those that can have ranks on two hosts here.
+#: Strategies that can have ranks on two hosts in these tests.
 ON_HOSTS = ("ddp_ext", "horovod_ext", "fabric", "ddp")
-#: What a process may take to end after a fault, in seconds.
+#: Seconds that a process may take to exit after a fault.
 LIMIT_S = 10.0
-#: What it takes longer to know that a host is lost, in seconds.
+#: Additional seconds for the detection of a host loss.
 LOST_S = 10.0
-#: How long the script may take until the fault happens, in seconds.
+#: Seconds that the script may take until the fault happens.
 START_S = 300.0
 _NAME = "LIGHTNING_STRATEGIES_EXT_FAULT"
 
@@ -84,11 +84,11 @@ class Case:
     Attributes:
         kind: One of :data:`KINDS`.
         moment: One of :data:`MOMENTS`.
-        rank: On which it happens.
-        strategy: Name of the strategy, or "fabric" for ours under Fabric.
+        rank: Rank on which the fault happens.
+        strategy: Name of the strategy, or "fabric" for this package's ``DDPStrategy`` of Fabric.
         world_size: Number of ranks.
-        hosts: On how many hosts, see :mod:`tests.support.namespace_hosts`.
-        accelerator: Argument of the Trainer or Fabric. On "gpu", all ranks share the first GPU, each as a host.
+        hosts: Number of hosts, see :mod:`tests.support.namespace_hosts`.
+        accelerator: Argument of the Trainer or Fabric. With "gpu", all ranks share the first GPU, each as a host.
     """
 
     kind: str
@@ -106,21 +106,21 @@ class Case:
 
     @property
     def limit_s(self) -> float:
-        """What processes may take to end, in seconds."""
+        """Seconds that the processes may take to exit."""
         return LIMIT_S + (HANG_TIMEOUT_S if self.kind in STUCK else LOST_S if self.kind == "cable" else 0)
 
 
 @dataclass
 class Result:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
         case: The case.
-        seconds: From the fault to the end of the last process; None if some had to be killed.
-        exit_codes: Exit codes of the process that the user started on each host; of ``horovodrun`` over Horovod.
-        output: What it wrote.
-        left: What is left behind, or does not load.
-        limit_s: What processes were allowed to take to end, in seconds; that of the case if None.
+        seconds: Seconds from the fault to the exit of the last process; None if some processes had to be killed.
+        exit_codes: Exit code of the process that the user started on each host; over Horovod, that of ``horovodrun``.
+        output: Output of the processes.
+        left: Remaining processes and files, and checkpoints that cannot be loaded.
+        limit_s: Seconds that the processes may take to exit; None means the limit of the case.
     """
 
     case: Case
@@ -132,19 +132,21 @@ class Result:
 
     @property
     def is_late_only(self) -> bool:
-        """Whether nothing is wrong but that it took longer than it may."""
+        """Whether the time limit was exceeded, and no other problem was found."""
         return self.seconds is not None and len(self.problems) == 1 and "were allowed" in self.problems[0]
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be."""
+        """Descriptions of all problems."""
         problems = list(self.left)
         limit_s = self.limit_s or self.case.limit_s
         if self.seconds is None or self.seconds > limit_s:
             took = (
-                "some processes did not end" if self.seconds is None else f"the last process took {self.seconds:.1f} s"
+                "some processes did not exit"
+                if self.seconds is None
+                else f"the last process exited after {self.seconds:.1f} s"
             )
-            problems.append(f"{took}, and {limit_s:g} s were allowed")
+            problems.append(f"{took}; {limit_s:g} s were allowed")
         expected = KINDS[self.case.kind]
         if expected is None:
             return problems
@@ -156,7 +158,7 @@ class Result:
         is_first = self.case.rank * self.case.hosts % self.case.world_size == 0
         for host, code in enumerate(self.exit_codes):
             if self.case.moment == "predict" and host not in (0, own):
-                continue  # its ranks may have ended before
+                continue  # the ranks of this host may have exited before
             is_own = self.case.kind == "os_exit" and host == own and is_first and (is_main or host > 0)
             if code == 0 and not is_own:
                 problems.append("an exit code is 0")
@@ -166,14 +168,14 @@ class Result:
         if self.case.strategy == "horovod_ext" and self.case.kind in OF_LAUNCHER:
             expected = f"{expected}|{OF_LAUNCHER[self.case.kind]}"
         if not is_mute and not re.search(expected, self.output):
-            problems.append(f"nothing is said of {expected!r}")
+            problems.append(f"the output does not contain {expected!r}")
         return problems
 
 
 def all_cases(
     strategies: tuple[str, ...] = OURS, worlds: tuple[tuple[int, int], ...] = ((2, 1), (3, 1), (2, 2), (4, 2))
 ) -> Iterator[Case]:
-    """Every case of some strategies in some worlds, of so many ranks on so many hosts."""
+    """Yields all cases of the strategies; ``worlds`` are pairs of a number of ranks and a number of hosts."""
     for strategy in strategies:
         for world_size, hosts in worlds:
             for moment in FABRIC_MOMENTS if strategy == "fabric" else MOMENTS:
@@ -224,12 +226,12 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
 
 
 def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Result:
-    """Runs the script of a case, and waits until all its processes have ended.
+    """Runs the script of a case, and waits until all its processes have exited.
 
     Args:
         case: The case.
-        directory: An empty one.
-        limit_s: What processes are allowed to take to end, in seconds; that of the case if None.
+        directory: An empty directory.
+        limit_s: Seconds that the processes may take to exit; None means the limit of the case.
 
     Raises:
         NoHostsError: If the case has two hosts, and this machine permits no network namespaces.
@@ -277,23 +279,23 @@ def _try(
     left = [] if happened.exists() else ["the fault did not happen"]
     for other in _processes_of(directory):
         with suppress(psutil.Error):
-            left.append(f"process {other.pid} ({other.status()}) is left: {' '.join(other.cmdline())[:80]}")
+            left.append(f"process {other.pid} ({other.status()}) still runs: {' '.join(other.cmdline())[:80]}")
             other.kill()
     for process in processes:
         process.kill()
         process.wait()
-    left += [f"{name} is left" for name in _shared_memory() - before]
+    left += [f"file {name} is left" for name in _shared_memory() - before]
     for checkpoint in directory.glob("*.ckpt"):
         try:
             torch.load(checkpoint, weights_only=False)
         except Exception as error:
-            left.append(f"{checkpoint.name} does not load: {error}")
+            left.append(f"{checkpoint.name} cannot be loaded: {error}")
     output = "".join(path.read_text() for path in outputs)
     return Result(case, seconds, [each.returncode for each in processes], output, left, limit_s)
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    """The processes of a case, found by their directory or by a variable of their environment."""
+    """Returns the processes of a case, found by their directory or by a variable of their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -305,5 +307,5 @@ def _processes_of(directory: Path) -> list[psutil.Process]:
 
 
 def _shared_memory() -> set[str]:
-    """The files of this package's that are in shared memory: others use it, too."""
+    """Returns the files of this package in shared memory, which other programs use, too."""
     return {path.name for path in Path("/dev/shm").glob("*lightning_strategies_ext*")}

@@ -1,6 +1,6 @@
-"""The script of a user on one of whose ranks something goes wrong: ``python program.py CASE-AS-JSON DIRECTORY``.
+"""A user's script with a fault on one rank: ``python program.py CASE-AS-JSON DIRECTORY``.
 
-It trains two epochs with workers of data loaders, validation and checkpoints, tests, and predicts.
+The script trains for two epochs with DataLoader workers, validation, and checkpoints; then it tests and predicts.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ NUM_BATCHES = 6
 
 
 class OwnBaseException(BaseException):
-    """What no ``except Exception`` catches."""
+    """An exception that no ``except Exception`` catches."""
 
 
 class Fault:
-    """Goes wrong once, at its moment on its rank."""
+    """Injects one fault, once, at a moment on a rank."""
 
     def __init__(self, kind: str, moment: str, rank: int, directory: str) -> None:
         self.kind = kind
@@ -42,7 +42,7 @@ class Fault:
         self.directory = Path(directory)
 
     def at(self, moment: str, rank: int) -> None:
-        """Called at each moment."""
+        """Injects the fault if this is its moment and its rank; called at each moment."""
         happened = self.directory / "happened"
         if (moment, rank) != (self.moment, self.rank) or happened.exists():
             return
@@ -85,7 +85,7 @@ class Fault:
         dist.all_reduce(torch.ones(3, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
 
     def cable(self) -> None:
-        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)  # of this rank's host
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)  # the network of this rank's host
 
 
 class Rows(Dataset):
@@ -170,13 +170,13 @@ STRATEGIES = {"ddp_ext": DDPStrategy, "ddp_spawn_ext": DDPSpawnStrategy, "horovo
 
 
 def rank_to_be(case: dict[str, Any]) -> int:
-    """Which rank this process will be."""
+    """Returns the rank that this process will have."""
     local_rank, host = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "NODE_RANK"))
     return host * (case["world_size"] // case["hosts"]) + local_rank
 
 
 def train(case: dict[str, Any], directory: str) -> None:
-    """What the script does with the Trainer."""
+    """Runs the script with the Trainer."""
     fault = Fault(case["kind"], case["moment"], case["rank"], directory)
     fault.at("before the group", rank_to_be(case))
     kind = STRATEGIES.get(case["strategy"])
@@ -204,7 +204,7 @@ def train(case: dict[str, Any], directory: str) -> None:
 
 
 def loop(case: dict[str, Any], directory: str) -> None:
-    """What the script does with Fabric."""
+    """Runs the script with Fabric."""
     fault = Fault(case["kind"], case["moment"], case["rank"], directory)
     fault.at("before the group", rank_to_be(case))
     strategy = FabricDDPStrategy(hang_timeout=HANG_TIMEOUT_S)
@@ -233,7 +233,7 @@ def loop(case: dict[str, Any], directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has taken away
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
     case = json.loads(sys.argv[1])
     if case["accelerator"] != "cpu":
         pass_for_own_host()

@@ -1,4 +1,4 @@
-"""A part of the cases; ``make fault-injection`` tries all of them."""
+"""Runs a part of the cases of fault injection; ``make fault-injection`` runs all cases."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ CASES = [
     Case("os_exit", "predict", 1, "horovod_ext", 2, hosts=2),
     Case("cable", "teardown", 0, "horovod_ext", 2, hosts=2),
 ]
-#: Nothing but a hang takes so long, in seconds; `make fault-injection` is strict.
+#: Time limit in seconds, which only a hang reaches; `make fault-injection` has strict limits.
 HANGS_S = 90
-#: Less than the 30 seconds for which Horovod waits for a lost host: ranks may not wait for that.
+#: Less than Horovod's timeout of 30 seconds for a lost host, for which ranks must not wait.
 BEFORE_HOROVOD_S = 27
 
 
@@ -51,5 +51,5 @@ def test_an_unexpected_result_is_described():
     assert late.problems != []
     assert late.is_late_only
     on_hosts = Case("os_exit", "forward", 2, "ddp_ext", 4, 2)
-    assert Result(on_hosts, 3.0, [1, 0], "exit code 0").problems == []  # where the user's script says so
+    assert Result(on_hosts, 3.0, [1, 0], "exit code 0").problems == []  # if the user's script requests this exit code
     assert Result(on_hosts, 3.0, [0, 0], "exit code 0").problems == ["an exit code is 0"]

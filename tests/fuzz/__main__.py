@@ -1,6 +1,6 @@
-"""Runs new seeds, or one seed again; shrinks what fails.
+"""Runs random cases of new seeds or of one seed, and simplifies cases that fail.
 
-python -m tests.fuzz --seeds 100                    # of each strategy: --strategies ddp_ext dp_ext
+python -m tests.fuzz --seeds 100                    # for each strategy; or: --strategies ddp_ext dp_ext
 python -m tests.fuzz --strategy ddp_ext --seed 17   # one case again
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true", help="do not simplify a case that fails")
     parser.add_argument("--verbose", action="store_true", help="print each case")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills the ranks
     num_seeds = arguments.seeds or (1 if arguments.seed is not None else 20)
     first = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
     print(f"Seeds {first} to {first + num_seeds - 1} of {', '.join(arguments.strategies)}", flush=True)

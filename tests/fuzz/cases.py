@@ -32,14 +32,14 @@ class Case:
 
     Attributes:
         strategy: The strategy under test.
-        reference: What its results are compared with: "ddp" is Lightning's, "one" is one device on the whole batch,
-            "none" is nothing (the ranks agree with each other, and the case ends).
+        reference: The reference for the results: "ddp" is Lightning's strategy, "one" is one device on the whole batch,
+            "none" is no reference (the ranks must agree with each other, and the case must end).
         blocks: Parts of the module, from :data:`BLOCKS`.
         later: Stages after the first `fit`, from :data:`LATER_STAGES`.
         uneven: Value of `uneven_inputs`, for ranks with different numbers of batches.
         exchanges_each: Whether small gradients are exchanged over `shm` as large ones are, each by itself.
-        kill: The training step at which rank 1 is killed in elastic training; 0 is never.
-        fault: A fault to inject into our side, which the check must find; it is never drawn.
+        kill: The training step at which rank 1 is killed in elastic training; 0 means never.
+        fault: A fault to inject into the strategy under test, which the check must detect. It is never drawn.
     """
 
     strategy: str
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def is_close_enough(self) -> bool:
-        """Whether the strategy adds in another order than its reference, so that the last bits may differ."""
+        """Whether the strategy adds in a different order than its reference, so that the last bits may differ."""
         return (
             self.reference == "one" or self.strategy == "horovod_ext" or (self.world_size > 2 and self.backend == "shm")
         )
@@ -101,7 +101,7 @@ class Case:
         return self.find_unused or self.optimization == "two" or bool({"branch", "unused"} & set(self.blocks))
 
     def __str__(self) -> str:
-        """The fields that are not at their simplest value."""
+        """Fields that do not have their simplest value."""
         plain = Case(self.strategy, self.seed)
         names = [one.name for one in dataclasses.fields(self)]
         shown = [name for name in names[2:] if getattr(self, name) != getattr(plain, name)]
@@ -122,14 +122,14 @@ def draw(strategy: str, seed: int) -> Case:
 
 
 def _share(name: str) -> float:
-    """How often a field is drawn from all of its choices."""
+    """Returns the probability that a field is drawn from all of its choices."""
     if name in ("compression", "uneven", "kill", "unfreeze", "static_graph", "world_size"):
         return 0.15
     return 0.9 if name in ("optimizer", "num_samples", "batch_size", "reference", "max_epochs") else 0.5
 
 
 def possible(case: Case) -> Case:
-    """Gives up the choices that have no meaning together, or for which the reference computes something else."""
+    """Resets choices that cannot be combined, or for which the reference computes a different result."""
     changes: dict[str, Any] = {}
     has = set(case.blocks)
     spawned = case.strategy in ("ddp_spawn_ext", "ddp_fork_ext")
@@ -152,7 +152,7 @@ def possible(case: Case) -> Case:
     case = dataclasses.replace(case, **changes)
     changes = {}
     if case.kill or case.compression or case.uneven:
-        # Elastic ranks, compressed gradients, and ranks with different numbers of batches have no peer.
+        # Elastic ranks, compressed gradients, and ranks with different numbers of batches have no reference.
         features = {"kill": case.kill, "compression": case.compression, "uneven": case.uneven}
         kept = next(name for name, value in features.items() if value)
         changes |= {"kill": 0, "compression": "", "uneven": "", kept: features[kept], "reference": "none"}
@@ -167,7 +167,7 @@ def possible(case: Case) -> Case:
     elif spawned and (case.reference == "one" or case.unfreeze or case.static_graph):
         changes |= {"reference": "ddp", "unfreeze": False, "static_graph": False}
     elif case.static_graph or case.unfreeze or "sparse_embedding" in has:
-        # Lightning's `ddp` computes something else, or fails.
+        # Lightning's `ddp` computes a different result, or fails.
         changes |= (
             {"reference": "one"} if not spawned else {"blocks": tuple(b for b in case.blocks if "sparse" not in b)}
         )
@@ -215,7 +215,7 @@ def possible(case: Case) -> Case:
     if accumulates and case.edit_gradients == "on_after_backward" and changes.get("reference", case.reference) == "one":
         # The hook edits the gradients of each rank before their mean, and those of one device after it.
         changes["edit_gradients"] = "on_before_optimizer_step"
-    # Without a reference, no exception is expected, such as of a callback that has no validation to look at.
+    # Without a reference, no exception is expected, for example of a callback that requires validation.
     may_end_early = case.max_steps > 0 and changes.get("reference", case.reference) == "none"
     if case.limit_val == 0 or case.check_val_every_n_epoch > 1 or may_end_early:
         if case.callback == "early_stopping":

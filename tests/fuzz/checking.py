@@ -21,12 +21,13 @@ from tests.fuzz.training import Outcome
 
 #: Relative and absolute tolerance in float64, where only the order of additions differs.
 TOLERANCE = 1e-7
-#: The same for logged values in float32. Ranks add them in the order of ranks, and divide a sum by a number of samples;
-#: Lightning divides a mean by a mean, and gloo adds the values of more than two ranks in another order.
+#: Tolerances of logged values in float32. This package adds the ranks' values in the order of ranks, and divides a sum
+#: by a number of samples. Lightning divides a mean by a mean, and gloo adds the values of more than two ranks in a
+#: different order.
 TOLERANCE_OF_METRICS = 1e-6
 #: Parts of a state that contain logged values.
 METRICS = ("callback_metrics", "logged_metrics")
-#: Exceptions of a combination that a strategy or Lightning refuses.
+#: Exceptions with which a strategy or Lightning rejects a combination.
 REFUSALS = ("ValueError", "MisconfigurationException", "TypeError", "NotImplementedError")
 #: A value that is not compared.
 _ANY = object()
@@ -34,11 +35,11 @@ _ANY = object()
 
 @dataclass
 class Verdict:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
-        kind: "right", "refused" by ours, "both raise", or "wrong".
-        differences: Where ours and the reference differ.
+        kind: "right", "refused" by the strategy under test, "both raise", or "wrong".
+        differences: Differences between the strategy under test and the reference.
     """
 
     case: Case
@@ -51,7 +52,7 @@ class Verdict:
 
 
 class Pools:
-    """All processes that cases need, each started by the first case that needs it."""
+    """All processes that run cases; the first case that needs a process starts it."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int], Pool] = {}
@@ -76,7 +77,7 @@ def _pool_of(case: Case, kind: str) -> tuple[str, int]:
 
 
 def check(case: Case, pools: Pools, limit_s: float = CASE_LIMIT_S) -> Verdict:
-    """Runs a case and its reference."""
+    """Runs a case and its reference, and returns the verdict."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         ours = pools.run(case, "ours", directory / "ours", limit_s)
@@ -98,7 +99,7 @@ def check(case: Case, pools: Pools, limit_s: float = CASE_LIMIT_S) -> Verdict:
 
 
 def _raised_in(trace: str) -> str:
-    """The last file of a trace."""
+    """Returns the last file of a traceback."""
     files = re.findall(r'File "([^"]+)"', trace)
     return files[-1] if files else ""
 
@@ -175,7 +176,7 @@ def _state(directory: Path, number: int, rank: int) -> dict[str, Any]:
 
 
 def _joined(ranks: list[list[tuple[str, list[int]]]]) -> list[tuple[str, list[int]]]:
-    """The samples of each batch of all ranks together."""
+    """Returns the samples of each global batch."""
     return [
         (batches[0][0], sorted(number for _, numbers in batches for number in numbers))
         for batches in zip(*ranks, strict=False)
@@ -183,7 +184,7 @@ def _joined(ranks: list[list[tuple[str, list[int]]]]) -> list[tuple[str, list[in
 
 
 def _by_sample(returned: list[Any]) -> dict[int, Tensor]:
-    """Predictions of all ranks by the number of the sample."""
+    """Returns the predictions of all ranks, by number of the sample."""
     values: dict[int, Tensor] = {}
     for batches in returned:
         for batch in batches:
@@ -193,12 +194,12 @@ def _by_sample(returned: list[Any]) -> dict[int, Tensor]:
 
 
 def _agree(case: Case, directory: Path, num_stages: int) -> Any:
-    """Without a reference: all ranks have the same parameters and progress, and all numbers are finite."""
+    """Checks a case without a reference: ranks must have equal parameters and progress, and finite numbers."""
     for number in range(num_stages):
         paths = sorted(directory.glob(f"stage-{number}.rank-*"))
         states = [pickle.loads(path.read_bytes()) for path in paths]
         if not states:
-            yield f"stage {number}: no rank has ended it"
+            yield f"no rank has finished stage {number}"
             continue
         first = states[0]
         has_buffers = "batch_norm" in case.blocks or "buffer" in case.blocks

@@ -3,8 +3,8 @@
     with Pool("torch", 2) as pool:  # or "horovod", or "single": one process without ranks
         outcomes = pool.run(case, "ours", directory)
 
-A process of a pool waits for files of the main process, and answers in files. Each case has a time limit: the main
-process kills the ranks of a case that exceeds it, and starts others for the next case.
+The main process sends cases to the processes of a pool in files, and receives results in files. Each case has a time
+limit: the main process kills the ranks of a case that exceeds it, and starts new ranks for the next case.
 """
 
 import os
@@ -26,9 +26,9 @@ from tests.fuzz.cases import Case
 from tests.fuzz.training import Outcome
 from tests.support.ranks import REPOSITORY, SELDOM, WITHOUT_MPI, clean_environment, kill_tree
 
-#: Seconds that a case may take. Only a hang reaches this limit: most cases take a second.
+#: Time limit of a case in seconds, which only a hang reaches: most cases take a second.
 CASE_LIMIT_S = 120.0
-#: Seconds for the other ranks to end when one has exited.
+#: Seconds that the other ranks may take to exit after one rank has exited.
 ENDING_S = 5.0
 #: Seconds that the start of the ranks may take.
 START_LIMIT_S = 120.0
@@ -55,7 +55,7 @@ class Pool:
         self.close()
 
     def run(self, case: Case, kind: str, directory: Path, limit_s: float = CASE_LIMIT_S) -> list[Outcome]:
-        """Returns the outcome of each rank. The error of a rank that does not answer is "Hang" or "Ended"."""
+        """Returns the outcome of each rank. The error of a rank without a result is "Hang" or "Ended"."""
         if not self._processes:
             self._start()
         self._number += 1
@@ -76,11 +76,11 @@ class Pool:
         return outcomes
 
     def _wait_for(self, paths: list[Path], deadline: float) -> str:
-        """Waits until all files exist, a process has exited, or the deadline has passed. Names the latter two."""
+        """Waits until all files exist, a process has exited, or the deadline has passed; returns "Ended" or "Hang"."""
         ending = "Hang"
         while not all(path.exists() for path in paths):
             exited = [process.poll() is not None for process in self._processes]
-            if any(exited) and ending == "Hang":  # the other ranks detect the exit, and write how they end
+            if any(exited) and ending == "Hang":  # the other ranks detect the exit, and write their outcomes
                 ending, deadline = "Ended", time.monotonic() + ENDING_S
             if all(exited) or time.monotonic() > deadline:
                 return ending
@@ -115,7 +115,7 @@ class Pool:
             )
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Kills the processes."""
         if not self._processes:
             return
         (self._directory / "stop").touch()

@@ -9,10 +9,10 @@ def shrink(verdict: Verdict, pools: Pools, limit_s: float = CASE_LIMIT_S, max_ru
     """Returns the verdict of the smallest case found, which fails too.
 
     Args:
-        verdict: That of the case that fails.
+        verdict: Verdict of the case that fails.
         pools: Processes that run cases.
         limit_s: Seconds that a case may take.
-        max_runs: Number of cases that are tried at most.
+        max_runs: Maximum number of cases to run.
     """
     num_runs = 0
     while True:

@@ -1,4 +1,4 @@
-"""Fifty fixed seeds of the fuzzer, spread over the strategies, and a check that the fuzzer detects faults.
+"""Runs fifty fixed seeds of the fuzzer with all strategies, and checks that the fuzzer detects injected faults.
 
 A failure shows the case and its differences. `python -m tests.fuzz --strategy STRATEGY --seed SEED` runs it again, and
 shrinks it.
@@ -12,7 +12,7 @@ from tests.fuzz.cases import Case, draw, possible, simplifications
 from tests.fuzz.checking import Pools, check
 from tests.fuzz.shrinking import shrink
 
-#: Number of seeds of each strategy. Those of a strategy run one after the other, in the same ranks.
+#: Number of seeds of each strategy. The cases of a strategy run one after the other, in the same ranks.
 NUM_SEEDS = {"ddp_ext": 14, "horovod_ext": 12, "dp_ext": 12, "ddp_spawn_ext": 9, "ddp_fork_ext": 3}
 
 

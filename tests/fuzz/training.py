@@ -54,7 +54,7 @@ MODULE_HOOKS = [
 
 @dataclass
 class Outcome:
-    """What came of a case in one process.
+    """The outcome of a case in one process.
 
     Attributes:
         error: Class and text of the exception, or None.
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Samples(Dataset[Any]):
-    """Random features, tokens, and targets; each sample has its number."""
+    """Dataset of random features, tokens, and targets, with the number of each sample."""
 
     def __init__(self, num_samples: int, container: str, dtype: torch.dtype, repeats_one: bool = False) -> None:
         self.repeats_one = repeats_one
@@ -91,7 +91,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank takes its share. If the shares are uneven, rank 0 has one batch of samples less."""
+    """Yields the samples of this rank. If the ranks are uneven, rank 0 has one batch less."""
 
     def __init__(self, samples: Samples, world_size: int, num_less: int) -> None:
         self.samples, self.world_size, self.num_less = samples, world_size, num_less
@@ -110,7 +110,7 @@ def _rank_now() -> int:
 
 
 class WholeBatches(BatchSampler):
-    """The batches of all ranks together, as one device sees them."""
+    """Yields global batches, for training on one device."""
 
     def __init__(self, samplers: list[DistributedSampler[Any]], batch_size: int, drop_last: bool) -> None:
         super().__init__(samplers[0], batch_size, drop_last)
@@ -133,7 +133,7 @@ class WholeBatches(BatchSampler):
 
 
 class Block(nn.Module):
-    """One part of the module, see :data:`~tests.fuzz.cases.BLOCKS`."""
+    """A part of the module, see :data:`~tests.fuzz.cases.BLOCKS`."""
 
     def __init__(self, kind: str, shared: nn.Linear) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Net(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """The module of a case; `world_size` is the number of shares that a batch stands for."""
+    """The module of a case; `world_size` is the number of ranks whose samples a batch contains."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Model(pl.LightningModule):
             _recorder.hooks.pop()
 
     def injects(self, fault: str) -> bool:
-        """Whether this process runs our side of a case with this fault."""
+        """Returns whether this process runs the strategy under test, with this fault."""
         return self.case.fault == fault and type(self.trainer.strategy) is not StockDDPStrategy
 
     def edit(self) -> None:
@@ -343,12 +343,12 @@ class Model(pl.LightningModule):
         }
 
 
-#: That of the stage which runs in this process.
+#: Recorder of the stage that runs in this process.
 _recorder: "Recorder | None" = None
 
 
 class Recorder(pl.Callback):
-    """Records the order of hooks and the samples of each batch, and writes them at the end of a stage, on each rank."""
+    """Records the order of hooks and the samples of each batch, and writes both on each rank at the end of a stage."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -374,7 +374,7 @@ class Recorder(pl.Callback):
 
 
 def numbers_in(batch: Any) -> list[int]:
-    """The numbers of the samples of a batch."""
+    """Returns the numbers of the samples of a batch."""
     if isinstance(batch, dict):
         return batch["index"].tolist()
     if isinstance(batch[0], Tensor):
@@ -409,7 +409,7 @@ for _name in MODULE_HOOKS:
 
 
 class Unfreeze(pl.Callback):
-    """Lets the first layer train from the second epoch on."""
+    """Unfreezes the first layer at the second epoch."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -429,7 +429,7 @@ class Kill(pl.Callback):
 
 
 def state_of(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
-    """What a rank has: copies, as builtin types and tensors."""
+    """Returns a copy of the state of a rank, as builtin types and tensors."""
     state = {
         "model": dict(module.state_dict()),
         "requires_grad": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -567,7 +567,7 @@ class Data(pl.LightningDataModule):
 
 
 def run(case: Case, kind: str, directory: Path) -> Outcome:
-    """Runs all stages of a case; the outcome is that of this process."""
+    """Runs all stages of a case, and returns the outcome in this process."""
     outcome = Outcome()
     try:
         _run_stages(case, kind, directory, outcome)

@@ -1,4 +1,4 @@
-"""Collects the tests of this folder everywhere, and skips them, saying so, where there is no GPU."""
+"""Skips the tests of this directory, with a reason, on hosts without a GPU."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """One rank, which NCCL allows, and two."""
+    """Provides one rank, and two ranks if NCCL supports them on this host."""
     return request.getfixturevalue("two_ranks") if request.param == 2 else Ranks(1)
 
 

@@ -1,7 +1,7 @@
-"""The devices that the tests of this folder run on, and ranks that have one each.
+"""The devices of the tests in this directory, and ranks with one device each.
 
-On a machine without a GPU, ``LSE_GPU_TESTS_ON=cpu`` runs the bodies of those tests that a CPU can run, over gloo: this
-shows that they run, and nothing else.
+On a host without a GPU, ``LSE_GPU_TESTS_ON=cpu`` runs the tests that a CPU supports, over gloo. This only verifies that
+the code of the tests runs.
 """
 
 import os
@@ -20,10 +20,10 @@ from tests.support.shared_gpu import pass_for_own_host
 
 ON_CPU = os.environ.get("LSE_GPU_TESTS_ON") == "cpu"
 ACCELERATOR, BACKEND, DEVICE_TYPE = ("cpu", "gloo", "cpu") if ON_CPU else ("gpu", "nccl", "cuda")
-#: By NVML, as Lightning has torch count them: this process touches no GPU, and its forks may.
+#: Counted with NVML, as Lightning does: this process must not initialize CUDA, because forked processes use it.
 NUM_GPUS = torch.cuda.device_count()
 
-cuda_only = pytest.mark.skipif(ON_CPU, reason="LSE_GPU_TESTS_ON=cpu, and this is of GPUs only")
+cuda_only = pytest.mark.skipif(ON_CPU, reason="LSE_GPU_TESTS_ON=cpu, but this test requires GPUs")
 two_gpus = pytest.mark.skipif(
     not ON_CPU and NUM_GPUS < 2, reason=f"needs two GPUs: torch.cuda.device_count() is {NUM_GPUS}"
 )
@@ -31,7 +31,7 @@ two_gpus = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Devices:
-    """What a Trainer or Fabric is told of the devices, as keyword arguments."""
+    """Arguments of a Trainer or Fabric that select the devices."""
 
     accelerator: str = ACCELERATOR
     devices: int = 1
@@ -40,29 +40,29 @@ class Devices:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Runs the bodies of tests in so many ranks with a device each."""
+    """Runs the bodies of tests in the given number of ranks, with one device each."""
 
     world_size: int
 
     @property
     def devices(self) -> Devices:
-        """Two ranks on one GPU pass for two hosts that have one GPU each."""
+        """The devices. Two ranks on one GPU are configured as two hosts with one GPU each."""
         is_shared = self.world_size > max(NUM_GPUS, 1)
         return Devices(devices=1, num_nodes=2) if is_shared else Devices(devices=self.world_size)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 200) -> list[Any]:
-        """Calls ``body(where, *args)`` in each rank, ``where`` being arguments for the Trainer; returns the values."""
+        """Calls ``body(where, *args)`` in each rank and returns the values; ``where`` has arguments for the Trainer."""
         return run_ranks(_as_rank, self.devices, body, args, world_size=self.world_size, timeout_s=timeout_s)
 
 
 def run_main(body: Callable[..., Any], num_devices: int, *args: Any) -> Any:
-    """Calls ``body(where, *args)`` in a process that is no rank, and starts its own if it wants any."""
+    """Calls ``body(where, *args)`` in a process that is not a rank, but may start ranks."""
     return run_ranks(_as_main, Devices(devices=num_devices), body, args, world_size=1)[0]
 
 
 @cache
 def why_no_two_ranks() -> str | None:
-    """None if two ranks can be had: on two GPUs, or on one, which NCCL allows ranks that name themselves two hosts."""
+    """Returns why two ranks are not possible; None if there are two GPUs, or NCCL lets two ranks share one GPU."""
     if ON_CPU or NUM_GPUS > 1:
         return None
     try:
@@ -87,7 +87,7 @@ def _as_main(devices: Devices, body: Callable[..., Any], args: Any) -> Any:
 
 
 def _call(body: Callable[..., Any], devices: Devices, args: Any) -> Any:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS need not compute the same bits again
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # otherwise the results of cuBLAS may differ between runs
     return body(asdict(devices), *args)
 
 

@@ -1,6 +1,6 @@
-"""Ranks on GPUs that are lost while the others continue: workers of ``fit``, and ranks that torchrun restarts.
+"""Loss of ranks on GPUs in elastic training: workers of ``fit``, and ranks that torchrun restarts.
 
-Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+Each run trains on digits for as many epochs as an undisturbed run, counts every sample, and must be as accurate.
 """
 
 import sys
@@ -42,7 +42,7 @@ def test_a_lost_worker_is_restarted_on_its_gpu(action: Any, where: dict[str, Any
     assert [size for size, _ in run.worlds] == [2, 1, 2]
     assert run.worlds[1] == (1, begins_at)
     assert f"restarting worker {where['rank']} (" in run.output
-    assert len({line["pid"] for line in run.having("samples")}) == 3  # the other one is the process that it was
+    assert len({line["pid"] for line in run.having("samples")}) == 3  # the other rank is still the same process
 
 
 def test_ranks_that_torchrun_restarts_continue_from_the_memory_of_their_hosts(two_ranks: Ranks, tmp_path: Path):

@@ -1,6 +1,6 @@
-"""A rank that fails, is killed or is stuck while the others wait for it in NCCL: all end soon, and the user reads why.
+"""Failure, SIGKILL, and hang of a rank while others wait in NCCL: all ranks exit soon, and a message names the cause.
 
-Each runs the script of :mod:`tests.faults`, of which this tries all moments: ``python -m tests.faults --accelerator gpu
+The tests run the script of :mod:`tests.faults`. For all moments, run ``python -m tests.faults --accelerator gpu
 --worlds 1x2 --strategies ddp_ext fabric``.
 """
 
@@ -20,7 +20,7 @@ from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only
 
 pytestmark = pytest.mark.processes
 
-#: Nothing but a hang takes so long, in seconds; NCCL's own watchdog waits for ten minutes.
+#: Time limit in seconds, which only a hang reaches; NCCL's watchdog waits for ten minutes.
 HANGS_S = 60
 
 
@@ -60,7 +60,7 @@ def test_all_ranks_exit_soon_and_report_the_reason(case: Case, two_ranks: Ranks,
 
 
 def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tuple[bool, ...]) -> list[str]:
-    """On rank 0: for how long other threads stood still while it saved, and which checkpoints are there."""
+    """Returns the longest pause of other threads during the save on rank 0, and the names of the checkpoints."""
     fabric = Fabric(strategy="ddp_ext", **where)
     fabric.launch()
     tensor = torch.ones(1000, device=fabric.device)
@@ -81,7 +81,7 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
 
     if fabric.global_rank == 0:
         for is_made_beside in waits_in:
-            dist.all_reduce(tensor.clone(), group=groups[is_made_beside])  # to which the other one does not come
+            dist.all_reduce(tensor.clone(), group=groups[is_made_beside])  # which the other rank does not enter
         threading.Thread(target=cut_off).start()
         with pytest.raises(dist.DistBackendError, match="were aborted"):
             fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / "bad.ckpt")

@@ -1,4 +1,4 @@
-"""``horovod_ext`` whose Horovod is built with NCCL, under ``horovodrun``."""
+"""``horovod_ext`` with a Horovod that is built with NCCL, under ``horovodrun``."""
 
 import importlib.util
 from typing import Any

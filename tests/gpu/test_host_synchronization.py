@@ -1,6 +1,6 @@
-"""No training step of ``ddp_ext`` makes the host wait for the GPU; with ``ddp`` each does (Lightning issue 21487).
+"""Training steps of ``ddp_ext`` do not make the host wait for the GPU; steps of ``ddp`` do (Lightning issue 21487).
 
-Counted by torch's profiler over so many steps and over twice as many, so that what happens once cancels out.
+Torch's profiler counts over a number of steps and over twice the number, so that one-time events cancel out.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes
 
-#: The profiler's names, or their beginnings, of all by which a host waits for a GPU or reads from it.
+#: The profiler's names, or their prefixes, of all calls in which a host waits for a GPU or reads from its memory.
 WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -23,12 +23,12 @@ WAITS = (
     "aten::_local_scalar_dense",
     "Memcpy DtoH",
 )
-#: DDP rebuilds its buckets and samples its own times in the first steps.
+#: Number of first steps that are not counted: DDP rebuilds its buckets and samples run times in these steps.
 FIRST, STEPS = 12, 10
 
 
 class Counts(pl.Callback):
-    """Counts over ``steps`` steps, from before the first of them begins to where the last has ended."""
+    """Counts events over ``steps`` steps, from the start of the first step to the end of the last step."""
 
     def __init__(self, steps: int) -> None:
         self.last = FIRST + steps - 1
@@ -47,7 +47,7 @@ class Counts(pl.Callback):
 
 
 class InMemory(MLP):
-    """Its batch is on the device from the first step on: copying it there is no part of what is counted."""
+    """A net with a batch that is always on the device, so that no copies of batches are counted."""
 
     batch: Any = None
 
@@ -61,7 +61,7 @@ class InMemory(MLP):
 
 
 class Reading(InMemory):
-    """Reads its loss in every step: what the count must not miss."""
+    """A net that reads its loss in each step, which the count must include."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -72,10 +72,10 @@ class Reading(InMemory):
 def waits_per_step(where: dict[str, Any], strategy: str, make_model: type[InMemory]) -> dict[str, float]:
     counts = [Counts(STEPS), Counts(2 * STEPS)]
     for counted in counts:
-        # Within one epoch, since Lightning may wait between two.
+        # Within one epoch, because Lightning may wait between two epochs.
         trainer = make_trainer(strategy, max_epochs=1, callbacks=[counted], **where)
         trainer.fit(make_model(), loader(num_samples=4 * 2 * (counted.last + 5)))
-        assert counted.launches > 0, "the profiler saw nothing of the device"
+        assert counted.launches > 0, "the profiler recorded no events of the device"
     once, twice = (counted.waits for counted in counts)
     return {name: (twice[name] - once[name]) / STEPS for name in WAITS if twice[name] != once[name]}
 
@@ -91,6 +91,6 @@ def test_the_count_misses_no_reading_of_a_number(ranks: Ranks) -> None:
 
 
 def test_every_step_of_stock_makes_the_host_wait_once(two_ranks: Ranks) -> None:
-    # Where this fails and the tests before pass, Lightning has mended issue 21487.
+    # If only this test of the module fails, Lightning has fixed issue 21487.
     for waits in two_ranks.run(waits_per_step, "ddp", InMemory):
         assert waits["aten::_local_scalar_dense"] == 1

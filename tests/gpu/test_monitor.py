@@ -1,4 +1,4 @@
-"""``CommunicationMonitor`` and ``bucket_cap_mb="auto"`` on GPUs, where an exchange outlasts the call that began it."""
+"""``CommunicationMonitor`` and ``bucket_cap_mb="auto"`` on GPUs, where exchanges run asynchronously."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 
 class Large(MLP):
-    """16 MiB of gradients, which are some buckets."""
+    """A net with 16 MiB of gradients, which fill several buckets."""
 
     def make_net(self) -> nn.Module:
         inner = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]

@@ -1,4 +1,4 @@
-"""``ddp_ext`` joins a group of NCCL, and its collectives go through tensors on the device."""
+"""``ddp_ext`` creates an NCCL process group, and its collectives use tensors on the device."""
 
 from typing import Any
 
@@ -47,7 +47,9 @@ OBJECTS = [True, None, {"path": "best.ckpt", "step": 3}, list(range(5000)), torc
 
 def broadcast_objects(where: dict[str, Any]) -> list[Any]:
     fabric = launched(where)
-    mine = [[fabric.global_rank, thing] for thing in OBJECTS]  # of rank 0 everywhere, in one round trip or two
+    mine = [
+        [fabric.global_rank, thing] for thing in OBJECTS
+    ]  # rank 0's object on all ranks, with one or two collectives
     received = [fabric.broadcast(pair) for pair in mine]
     with pytest.raises(RuntimeError, match="Broadcast from rank 0 failed"):
         fabric.broadcast(lambda: 0)

@@ -1,4 +1,4 @@
-"""``dp_ext`` with replicas on GPUs, and Fabric's strategies there."""
+"""``dp_ext`` with replicas on GPUs, and the Fabric strategies on GPUs."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=t
 
 
 class Placed(MLP):
-    """Notes on which devices its steps run."""
+    """A net that records the devices of its steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +99,6 @@ def test_a_loop_of_fabric_arrives_at_the_bits_of_stock(ranks: Ranks, precision: 
 def test_a_loop_of_fabric_runs_on_replicas(num_devices: int) -> None:
     weights = run_main(train_with_fabric, num_devices, "dp_ext", "32-true")
     single = run_main(train_with_fabric, 1, "auto", "32-true")
-    assert len(dataset()) % (4 * num_devices) == 0  # else parts of a batch have unequal sizes
+    assert len(dataset()) % (4 * num_devices) == 0  # otherwise the parts of a batch have different sizes
     for name, tensor in single.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""``ddp_ray_ext`` with GPUs that Ray gives to workers, whole ones and parts of one."""
+"""``ddp_ray_ext`` with GPUs that Ray assigns to workers: whole GPUs, and fractions of a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def variables() -> Iterator[dict[str, str]]:
 
 
 class Located(MLP):
-    """Says where it was trained, and shares a GPU with other ranks."""
+    """A net that records its device, and shares a GPU with other ranks."""
 
     def configure_callbacks(self) -> list[Any]:
         pass_for_own_host()
@@ -62,7 +62,7 @@ def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: in
     with torch.no_grad():
         expected = model.net(dataset().tensors[0])
     torch.testing.assert_close(predictions, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.cuda.is_initialized()  # this process leaves GPUs to its workers
+    assert not torch.cuda.is_initialized()  # this process must not use GPUs, only its workers
     pids = strategy.launcher.pids
     strategy.close()
     assert_nothing_is_left(pids)

@@ -1,4 +1,4 @@
-"""``ddp_spawn_ext``: workers on GPUs, everything back in a main process that never touches one."""
+"""``ddp_spawn_ext`` with workers on GPUs: all results return to the main process, which never uses a GPU."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=t
 
 
 class Located(MLP):
-    """Says where it was trained."""
+    """A net that records its device."""
 
     def on_train_end(self) -> None:
         self.trained_on = self.device.type

@@ -1,4 +1,4 @@
-"""What the package does in a side stream does not overtake the training, and needs no more memory each time."""
+"""Work in side streams is ordered after the training's kernels, and does not accumulate memory."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from tests.gpu.devices import Ranks, cuda_only
 
 pytestmark = [pytest.mark.processes, cuda_only]
 
-#: Cycles of a GPU: about half a second.
+#: GPU cycles that take about half a second.
 LONG = 10**9
-#: Elements: more than the allocator gives out of what it has split.
+#: Number of elements, so large that the allocator does not reuse a part of a split block.
 SIZE = 1 << 22
 
 
@@ -30,7 +30,7 @@ def free_a_residual(where: dict[str, Any]) -> float:
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)
         moved = residuals.flat([parameter], parameter)
-    others = [torch.full((SIZE,), 7.0, device=device) for _ in range(3)]  # in freed memory, if there is some
+    others = [torch.full((SIZE,), 7.0, device=device) for _ in range(3)]  # in freed memory, if there is any
     torch.cuda.synchronize()
     assert len(others) == 3
     return (moved - 1).abs().max().item()
@@ -48,7 +48,7 @@ def wrap_often(where: dict[str, Any]) -> tuple[float, int, int]:
     for number in range(12):
         torch.cuda._sleep(LONG // 10)
         with torch.no_grad():
-            module.weight.fill_(number)  # as an optimizer step that the GPU has yet to do
+            module.weight.fill_(number)  # like an optimizer step that the GPU has not executed yet
         rewrap_in_ddp(model, fabric.device)
         assert (module.weight == number).all().item()
         model(torch.ones(1, SIZE // 1024, device=fabric.device)).sum().backward()

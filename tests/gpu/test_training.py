@@ -1,4 +1,4 @@
-"""``ddp_ext`` on GPUs against Lightning's ``ddp``: the same bits, with whatever the Trainer and DDP offer there."""
+"""``ddp_ext`` on GPUs: results are bitwise identical to Lightning's ``ddp``, with options of the Trainer and DDP."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +33,13 @@ from tests.support.ranks import run_script
 
 pytestmark = pytest.mark.processes
 
-#: Has torch compute the same bits again; for cuBLAS see `devices.py`.
+#: Makes torch deterministic; for cuBLAS see `devices.py`.
 REPEATABLE = {"deterministic": True}
 
 
 def train_with_both(where: dict[str, Any], make_model: type[MLP], variant: str, kwargs: dict[str, Any]) -> Any:
     theirs = fit(f"ddp{variant}", make_model, **REPEATABLE, **where, **kwargs)
-    # Where gradients are views into buckets, the last bit of their norm is another one; with stock, too.
+    # If gradients are views into buckets, the last bit of their norm differs, also with Lightning's strategy.
     as_stock = DDPStrategy(gradient_as_bucket_view=False)
     strategy = as_stock if "gradient_clip_val" in kwargs else f"ddp_ext{variant}"
     ours = fit(strategy, make_model, **REPEATABLE, **where, **kwargs)
@@ -72,7 +72,7 @@ OVERFLOWING = 3
 
 
 class Overflowing(MLP):
-    """The gradients of one batch are infinite, on rank 0 alone; notes the scale and the weights after each batch."""
+    """A net with infinite gradients of one batch on rank 0. It records the scale and weights after each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Overflowing(MLP):
 
 def overflow_with_both(where: dict[str, Any]) -> list[tuple[Any, ...]]:
     def precision() -> MixedPrecision:
-        # Torch's first scale, 65536, may itself be too much for this model.
+        # Torch's initial scale, 65536, may be too large for this model.
         return MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cuda", init_scale=1024))
 
     trained = [
@@ -136,14 +136,14 @@ def train_with_hook(where: dict[str, Any], hook: Callable[[], dict[str, Any]]) -
     return [state_of(model) for _, model in (ours, theirs, plain)]
 
 
-@cuda_only  # stock registers hooks on CUDA alone
+@cuda_only  # Lightning's strategy registers hooks on CUDA only
 @pytest.mark.parametrize("hook", [fp16, bf16, power_sgd, power_sgd_in_fp16])
 def test_a_communication_hook_has_the_effect_that_it_has_with_stock(
     ranks: Ranks, hook: Callable[[], dict[str, Any]]
 ) -> None:
     for ours, theirs, plain in ranks.run(train_with_hook, hook):
         assert_same_bits(ours, theirs)
-        assert any(not torch.equal(tensor, plain[name]) for name, tensor in ours.items()), "the hook did nothing"
+        assert any(not torch.equal(tensor, plain[name]) for name, tensor in ours.items()), "the hook had no effect"
 
 
 def train_compressed(where: dict[str, Any], compression: Any) -> dict[str, Tensor]:
@@ -163,11 +163,11 @@ def test_ranks_whose_exchange_is_compressed_end_with_one_model(ranks: Ranks, com
 
 
 def train_with_sync_batchnorm(where: dict[str, Any]) -> tuple[Any, Any]:
-    """One rank: what it arrived at, and what one process does that sees the whole batch of all ranks."""
+    """Trains on one rank; returns its results, and the results of one process with the global batches."""
     pl.seed_everything(11, verbose=False)
     ours, whole = WithBatchNorm(), WithBatchNorm()
     whole.load_state_dict(ours.state_dict())
-    # With a sampler of its own: Lightning's would shuffle.
+    # With an explicit sampler, because Lightning's sampler would shuffle.
     trainer = make_trainer("ddp_ext", sync_batchnorm=not ON_CPU, use_distributed_sampler=False, **where)
     in_order = DistributedSampler(dataset(), trainer.world_size, trainer.global_rank, shuffle=False)
     trainer.fit(ours, loader(sampler=in_order))
@@ -184,9 +184,9 @@ def train_with_sync_batchnorm(where: dict[str, Any]) -> tuple[Any, Any]:
 
 def test_sync_batchnorm_has_the_statistics_and_gradients_of_the_whole_batch(ranks: Ranks) -> None:
     if ON_CPU and ranks.world_size > 1:
-        pytest.skip("LSE_GPU_TESTS_ON=cpu, where torch has no SyncBatchNorm, and plain ones differ")
+        pytest.skip("LSE_GPU_TESTS_ON=cpu: torch has no SyncBatchNorm for CPUs, and results with BatchNorm differ")
     for ours, whole in ranks.run(train_with_sync_batchnorm):
-        assert ours.keys() == whole.keys()  # BatchNorm again, no SyncBatchNorm
+        assert ours.keys() == whole.keys()  # BatchNorm again, instead of SyncBatchNorm
         for name, tensor in whole.items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -223,7 +223,7 @@ def on_cpu(where: dict[str, Any], path: Path) -> Any:
     return resume({**where, "accelerator": "cpu"}, path)
 
 
-# --- as users start it ---
+# --- started as by users ---
 
 SCRIPT = """
 import os, sys

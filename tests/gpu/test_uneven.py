@@ -1,4 +1,4 @@
-"""Ranks on GPUs that have different numbers of batches: what one process does that goes through all of them."""
+"""Ranks on GPUs with different numbers of batches: results equal those of one process with all batches."""
 
 from math import isfinite
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 SHORT = {name: lengths for name, lengths in LENGTHS.items() if name != "even"}
 CASES = [(way, name, kind, steps) for way in ("stop", "join") for name in SHORT for kind in KINDS for steps in (1, 2)]
-#: How far weights may be from those without compression, after ten steps.
+#: Maximum distance of the weights from training without compression, after ten steps.
 COMPRESSIONS = {"bf16": 2e-3, "powersgd": 0.3}
 
 

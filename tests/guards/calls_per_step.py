@@ -27,7 +27,7 @@ from tests.guards.versions import COMMAND, versions_of
 from tests.support.ranks import run_ranks, run_script
 
 RECORD = Path(__file__).with_suffix(".json")
-#: Only a hang reaches it: beside ten busy processes per core, a program has taken two minutes.
+#: Time limit, which only a hang reaches: with ten busy processes per core, a program has taken two minutes.
 _TIMEOUT_S = 800
 _PACKAGES = ("Python", "torch", "lightning")
 
@@ -101,7 +101,7 @@ def of_all_ranks(name: str, case: str, paths: list[Path]) -> Calls:
 
 
 def _of_steps(name: str, steps: list[Any]) -> Calls:
-    """Returns the calls of a step as most steps have them."""
+    """Returns the most frequent calls of a step."""
     counts = Counter(totals["ours"] for totals, _ in steps)
     [(most_frequent, num_steps)] = counts.most_common(1)
     assert num_steps > len(steps) / 2, f"{name}: the steps differ: {dict(counts)}"
@@ -142,7 +142,7 @@ def explain(name: str, case: str, calls: Calls) -> str:
 
 def _functions_of(record: dict[str, Any], name: str, case: str) -> Counter[str]:
     functions = record["functions"].get(name, {})
-    if isinstance(functions, str):  # those of another strategy
+    if isinstance(functions, str):  # the calls of another strategy
         functions = record["functions"][functions]
     place = list(CASES).index(case)
     return Counter({function: counts[place] for function, counts in functions.items()})
@@ -177,7 +177,7 @@ def write(calls: dict[tuple[str, str], Calls]) -> None:
 
 
 def _one_per_line(value: Any, depth: int = 1) -> str:
-    """JSON with one key per line, down to a depth."""
+    """Returns JSON with one key per line, down to a depth."""
     if depth == 0 or not isinstance(value, dict):
         return json.dumps(value)
     rows = (f"{json.dumps(key)}: {_one_per_line(inner, depth - 1)}" for key, inner in value.items())

@@ -79,7 +79,7 @@ def _walk(node: ast.AST, origin: str, *, is_argument: bool) -> Iterator[Message]
 
     Args:
         node: The node.
-        origin: Origin of texts in it.
+        origin: Origin of the texts in the node.
         is_argument: Whether the node is an argument of an exception or of a call that logs or prints.
     """
     text = _text(node)

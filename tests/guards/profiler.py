@@ -1,4 +1,4 @@
-"""Counts the calls of Python functions in a process, split by the package whose code they are.
+"""Counts the calls of Python functions in a process, by the package that contains the code.
 
 A call is an event "call" of ``sys.setprofile``: a call of a Python function, or the resumption of a generator. Calls of
 C functions are not counted. Counted are the thread that calls :meth:`Profiler.begin` and each thread that Python has
@@ -69,7 +69,7 @@ class Profiler:
     def __init__(self) -> None:
         self._windows: list[list[CodeType]] = []
         self._calls: list[CodeType] | None = None
-        # Not the identifiers of threads: a new thread may get that of a thread that has ended.
+        # Not the identifiers of threads: a new thread may get the identifier of a thread that has ended.
         self._counted_threads: WeakSet[threading.Thread] = WeakSet()
 
     def install(self) -> None:
@@ -106,7 +106,7 @@ class Profiler:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing of what this thread calls inside it; the other threads are counted as before."""
+        """Excludes the calls of this thread inside the block; calls of other threads are counted."""
         before = sys.getprofile()
         sys.setprofile(None)
         try:

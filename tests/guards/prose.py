@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
 
 def read_terms(lines: Iterable[str]) -> list[Term]:
-    """Returns the terms of a file, see its first lines."""
+    """Returns the terms of a file; the first lines of the file describe the format."""
     terms = []
     for line in lines:
         if line and not line.startswith("#"):

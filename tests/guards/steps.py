@@ -8,11 +8,11 @@ period. It begins where the Trainer calls ``on_train_batch_start``, and so inclu
 
 The counts do not depend on the load of the machine:
 
-- A rank that waits for another rank in a collective calls more functions than a rank that does not. Therefore, in each
-  window one rank is late: it enters a collective only after all threads of the other ranks have gone to sleep. For each
-  rank, only the windows in which it is late are written. The ranks take turns.
+- A rank that waits for another rank in a collective calls more functions than a rank that does not wait. Therefore, in
+  each window one rank is late: it enters a collective only after all threads of the other ranks have gone to sleep. For
+  each rank, only the windows in which it is late are written. The ranks take turns.
 - A window ends after the other threads of the process have gone to sleep. Their calls belong to this window.
-- Garbage is not collected during the windows. A collection calls finalizers of whatever it finds.
+- Garbage is not collected during the windows, because a collection calls finalizers of arbitrary objects.
 - The failure monitor's threads are not counted.
 - The windows contain nothing that happens once in a number of seconds or steps: no logger, no progress bar, no
   checkpoint, and no commit of elastic training, which has one per 100 steps.
@@ -43,12 +43,12 @@ from lightning_strategies_ext import DDPStrategy, DiLoCo, LocalSGD
 from tests.guards.profiler import Profiler
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, make_trainer
 
-#: Windows before the first that counts; then buckets, caches and the warm-up of compressions are settled.
+#: Number of first windows that do not count, in which buckets, caches, and compressions are initialized.
 NUM_WARMUP_WINDOWS = 16
 NUM_WINDOWS = 12
 BATCH_SIZE = 4
 _NUM_RANKS = 2
-#: How long to wait for other threads and ranks to sleep, in seconds. After that, the number of calls may differ.
+#: Seconds to wait until other threads and ranks sleep. After that, the number of calls may differ.
 _LATEST_S = 5.0
 #: The methods of torch's process groups that a strategy may call in a step.
 _COLLECTIVES = (
@@ -71,7 +71,7 @@ _profiler = Profiler()
 
 @dataclass(frozen=True)
 class Case:
-    """What a step does.
+    """The options of a step.
 
     Attributes:
         logs_metric: Whether the step averages a value over the ranks: ``self.log(..., sync_dist=True)``.
@@ -139,7 +139,7 @@ CONTENDERS = (
 
 
 class Net(MLP):
-    """A small net whose step does what a case says."""
+    """A small net whose step has the options of a case."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Net(MLP):
 
 
 class Stream(IterableDataset):
-    """The same batches without a known number."""
+    """The batches of a dataset, without a length."""
 
     def __init__(self, num_samples: int) -> None:
         self.samples = list(loader(num_samples).dataset)
@@ -289,7 +289,7 @@ class StepCounter(pl.Callback):
 
 
 class Lateness:
-    """Lets this rank enter collectives of torch.distributed after the others, in each window in which it is late.
+    """Makes this rank enter collectives of torch.distributed after the other ranks, in each window in which it is late.
 
     Collective: each rank creates one.
 
@@ -322,7 +322,7 @@ class Lateness:
         self._is_late = window < NUM_WINDOWS and window % (len(self._others) + 1) == self._rank
 
     def close(self) -> None:
-        """Leaves the process group as it was."""
+        """Restores the process group."""
         for name, original in self._originals.items():
             setattr(self._group_class, name, original)
 
@@ -343,13 +343,13 @@ class Lateness:
 
 
 def _other_threads_sleep() -> bool:
-    """Whether all threads of this process sleep, except this one."""
+    """Returns whether all other threads of this process sleep."""
     own = str(threading.get_native_id())
     return _sleep(task for task in Path("/proc/self/task").iterdir() if task.name != own)
 
 
 def _sleep(tasks: Iterable[Path]) -> bool:
-    """Whether threads sleep, given their directories in /proc. A thread that has exited counts as asleep."""
+    """Returns whether threads sleep, given their directories in /proc. A thread that has exited counts as asleep."""
     for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if (task / "stat").read_text().rpartition(")")[2].split()[0] not in ("S", "I"):
@@ -374,7 +374,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Workers unpickle the classes of this module by its name, and not by that of the program.
+    # Workers unpickle the classes of this module by the name of the module, not by the name of the program.
     from tests.guards.steps import main as main_of_module
 
     main_of_module()

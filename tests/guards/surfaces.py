@@ -70,7 +70,7 @@ class Surface:
         """The versions and the description of the snapshot.
 
         Raises:
-            FileNotFoundError: If it does not exist.
+            FileNotFoundError: If the snapshot does not exist.
         """
         first, _, rest = self.path.read_text().partition("\n")
         return first.removeprefix("# "), rest
@@ -81,7 +81,7 @@ class Surface:
         self.path.write_text(f"# {self.versions}\n{self.make()}")
 
     def difference(self) -> str:
-        """A diff from the snapshot to the installed package, with the command that accepts it; empty if they agree."""
+        """Returns a diff from the snapshot to the installed package, with a command to accept it; empty if equal."""
         _, before = self.read()
         lines = difflib.unified_diff(
             before.splitlines(), self.make().splitlines(), "snapshot", "installed", lineterm="", n=2
@@ -105,13 +105,13 @@ def strategy_classes() -> list[str]:
 
 
 def fit_help() -> str:
-    """Returns the options of ``fit --help`` that are about the strategy."""
+    """Returns the options of ``fit --help`` for the strategy."""
     parts = _in_parts(_output_of_command_line("--help"))
     return "".join(part for part in parts if part.lstrip().startswith("--trainer.strategy"))
 
 
 def strategy_help(name: str) -> str:
-    """Returns the help for a strategy class, and the config that is printed for it."""
+    """Returns the help for a strategy class, and its printed config."""
     path = f"{_PACKAGE}.{name}"
     parts = _in_parts(_output_of_command_line(f"--trainer.strategy.help={path}"))
     config = yaml.safe_load(_output_of_command_line(f"--trainer.strategy.class_path={path}", "--print_config"))
@@ -136,8 +136,8 @@ def _output_of_command_line(*options: str) -> str:
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """Yields the wrapped lines of a help text without its usage; an option and its description are one part."""
-    # Which subclasses are known depends on what this process has imported.
+    """Yields the parts of a help text without the usage, as wrapped lines; a part is an option with its description."""
+    # The known subclasses depend on the imports of this process.
     text = re.sub(r",? ?known subclasses: [\w., ]+(?=\))", "", text.partition("\n\n")[2])
     for paragraph in re.split(r"\n(?! {10})", text.strip("\n")):
         first, *others = paragraph.split("\n")
@@ -161,7 +161,7 @@ def public_paths() -> list[str]:
 
 
 def signatures() -> str:
-    """Signatures of all public functions and classes, and of the classes' public methods and properties.
+    """Describes the signatures of all public functions and classes, and of public methods and properties.
 
     Methods that a class inherits from another public class, or from another package, are named only.
     """
@@ -169,7 +169,7 @@ def signatures() -> str:
 
 
 def _documented() -> dict[str, list[str]]:
-    """Paths that the reference documents → members that it names, of a module."""
+    """Returns the paths that a page of the reference documents → the members that the page names."""
     text = "".join(path.read_text() for path in sorted((REPOSITORY / "docs" / "reference").glob("*.md")))
     found = {}
     for path, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", text, re.MULTILINE):
@@ -197,7 +197,7 @@ def _described(path: str) -> Iterator[str]:
     yield from _wrapped(f"bases: {', '.join(map(_path_of, found.__bases__))}", "    ")
     names = [name for name in dir(found) if not name.startswith("_")]
     owner_of = {name: next(base for base in found.__mro__ if name in vars(base)) for name in names if _has(found, name)}
-    # A base that is not public itself, such as a mixin, is a part of the class.
+    # A private base, such as a mixin, is a part of the class.
     parts = [base for base in found.__mro__ if _is_ours(base) and (base is found or base not in _public_classes())]
     for name, owner in owner_of.items():
         if owner in parts:
@@ -210,7 +210,7 @@ def _described(path: str) -> Iterator[str]:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether objects of a class have an attribute, and not only the class, by its metaclass.
+    """Returns whether objects of a class have an attribute, and not only the class through its metaclass.
 
     Names of earlier versions raise an AttributeError.
     """
@@ -226,14 +226,14 @@ def _member(name: str, value: Any) -> Iterator[str]:
         yield from _with_signature(f"    {name}", value)
     elif isinstance(value, (str, int, float, NoneType)):
         yield f"    {name} = {value!r}"
-    else:  # its representation may depend on the order of a set
+    else:  # its repr may depend on the order of a set
         yield f"    {name}: {type(value).__name__}"
 
 
 def _with_signature(name: str, function: Any) -> Iterator[str]:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a class or function in C
+    except ValueError:  # a class or function in C has no signature
         yield f"{name}(...)"
         return
     line = _plain(f"{name}{signature}")
@@ -279,7 +279,7 @@ def registered_names() -> str:
 
 
 def doctor_keys() -> str:
-    """Keys of the JSON of ``python -m lightning_strategies_ext --json``; ``[]`` stands for the items of a list."""
+    """Describes the keys of the doctor's JSON (``python -m lightning_strategies_ext --json``); ``[]`` is an item."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         __main__.main(["--json"])
@@ -301,7 +301,7 @@ _COMMAND_LINE = (*_FRONT_END, "jsonargparse", "docstring_parser", "typeshed_clie
 
 
 def surfaces() -> list[Surface]:
-    """All parts of the public interface."""
+    """Returns all parts of the public interface."""
     return [
         Surface("command_line/fit", fit_help, _COMMAND_LINE),
         *(Surface(f"command_line/{name}", partial(strategy_help, name), _COMMAND_LINE) for name in strategy_classes()),

@@ -34,7 +34,7 @@ VARIANT = re.compile(rf"(.*?)_(find_unused_parameters_(?:true|false)|{'|'.join(C
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(900)  # the first of a start trains with all strategies of it
+@pytest.mark.timeout(900)  # the first test of a start trains with all strategies of the start
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
 def test_a_step_calls_as_many_functions_of_this_package_as_recorded(contender: Contender, case: str) -> None:
@@ -48,7 +48,7 @@ def test_a_step_calls_as_many_functions_of_this_package_as_recorded(contender: C
 
 
 def test_each_registered_name_is_counted_or_there_is_a_reason() -> None:
-    """A variant is counted if its base is, and the same variant of ``ddp_ext`` is. ``_false`` is the default."""
+    """A variant is covered if its base and the same variant of ``ddp_ext`` are counted. ``_false`` is the default."""
     counted = {contender.name.split(", ")[0] for contender in CONTENDERS} | NOT_COUNTED.keys()
     missing = set()
     for name in (row.name for row in STRATEGIES):

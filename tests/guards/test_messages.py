@@ -1,4 +1,4 @@
-"""The page of messages is that of the sources; see :mod:`tests.guards.messages`."""
+"""The page of messages agrees with the sources; see :mod:`tests.guards.messages`."""
 
 from tests.guards.messages import COMMAND, PAGE, Message, messages_in, page
 

@@ -1,4 +1,4 @@
-"""The guard against retired terms finds them where they are retired, and nowhere else."""
+"""The guard against retired terms finds a term only in the places where it is retired."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The public interface is that of the snapshots; see :mod:`tests.guards.surfaces`."""
+"""The public interface agrees with the snapshots; see :mod:`tests.guards.surfaces`."""
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment

@@ -1,1 +1,1 @@
-"""The command that builds Horovod."""
+"""Tests of the command that builds Horovod."""

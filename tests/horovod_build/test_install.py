@@ -1,7 +1,7 @@
-"""The command that builds Horovod: what it asks for first, which wheel it takes, and what it leaves behind.
+"""The command that builds Horovod: its requirements, the choice of a wheel, and the remaining files.
 
-Nothing is built here: ``make test`` runs the command before the tests, and they use what it installed. Where a build is
-needed to look at what surrounds it, a source of one file stands in for Horovod's.
+The tests do not build Horovod: ``make test`` runs the command before the tests, which use the installed Horovod. Tests
+that need a build use a source of one file instead of Horovod's source.
 """
 
 import hashlib
@@ -47,10 +47,10 @@ from lightning_strategies_ext.horovod_build.wheel import build_environment
 from tests.support import ranks
 from tests.support.ranks import REPOSITORY, run_script, start_script
 
-# What it looks for and installs is in the environment of these tests.
+# The environment of the tests has all requirements and packages.
 CLI = ("-m", "lightning_strategies_ext", "install-horovod")
 
-#: Runs the command on a source of one file; the name of what its setup.py does comes first.
+#: Runs the command with a source of one file; the first argument is the text of its setup.py.
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -71,7 +71,7 @@ sys.exit(main(["install-horovod", *sys.argv[2:]]))
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """A wheel that has the form of Horovod's, and nothing in it."""
+    """Creates an empty wheel with the name and metadata of Horovod."""
     path = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("horovod/__init__.py", "")
@@ -81,7 +81,7 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def quarantine(directory: Path) -> dict[str, str]:
-    """Variables with which all that a command leaves behind is below one directory, and no index can be reached."""
+    """Returns variables that keep all files of a command below one directory, and disable package indexes."""
     (directory / "tmp").mkdir(parents=True)
     return {
         "XDG_CACHE_HOME": str(directory / "cache"),
@@ -92,7 +92,7 @@ def quarantine(directory: Path) -> dict[str, str]:
 
 
 def make_wheel(directory: Path, name: str, version: str, content: str = "") -> Path:
-    """Makes a wheel of a package with one module, as an index offers it."""
+    """Creates a wheel of a package with one module."""
     directory.mkdir(exist_ok=True)
     path = directory / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -112,7 +112,7 @@ def left_in(directory: Path) -> list[str]:
 def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (tmp_path / "site").mkdir()
-    for name in ("rich", "pygments", "markdown_it", "mdurl", "psutil", "wrapt"):  # what the command itself imports
+    for name in ("rich", "pygments", "markdown_it", "mdurl", "psutil", "wrapt"):  # imports of the command
         origin = Path(find_spec(name).origin).parent
         (tmp_path / "site" / name).symlink_to(origin)
     become = f"import os, sys; os.execv(p := {str(tmp_path / 'venv' / 'bin' / 'python')!r}, [p, *sys.argv[1:]])"
@@ -150,7 +150,7 @@ def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pyte
     assert found.cxx_standard in (17, 20, 23)
     environment = build_environment(found, tmp_path)
     assert "HOROVOD_WITHOUT_PYTORCH" not in environment
-    assert environment["HOROVOD_WITHOUT_MPI"] == "1", "CMake would take an MPI that happens to be there"
+    assert environment["HOROVOD_WITHOUT_MPI"] == "1", "CMake would use any installed MPI"
 
 
 @pytest.mark.processes
@@ -208,7 +208,7 @@ def test_after_an_upgrade_of_torch_horovod_is_built_again(
     assert taken == [cache.find(key), Path("built for", "99.0+cpu")]
     monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.for_this_environment("99.0+cpu").as_json()))
     assert main(arguments) == 0
-    assert len(taken) == 2, "the installed one is the right one"
+    assert len(taken) == 2, "the installed Horovod is the right one"
     assert "is already installed" in capsys.readouterr().out
 
 
@@ -223,7 +223,9 @@ def start_with_build_of_earlier_version() -> list[str]:
 
 @pytest.mark.processes
 def test_a_build_of_an_earlier_version_is_to_be_built_again():
-    assert installed.outdated_build_warning() is None, "neither the one that was just built, nor one of another origin"
+    assert installed.outdated_build_warning() is None, (
+        "neither a new build, nor a Horovod of another origin, is outdated"
+    )
     said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
     assert "a rank may hang in it after another rank is lost" in said
     assert said.endswith(f"Rebuild it with: {COMMAND} --mpi")
@@ -301,7 +303,7 @@ def test_the_build_imports_its_own_packages_first_and_then_the_users(tmp_path: P
     wheel = make_wheel(tmp_path / "index", "psutil", "1.0", "is_isolated = True")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    (tmp_path / "constraints.txt").write_text("psutil>=6")  # of the user's environment
+    (tmp_path / "constraints.txt").write_text("psutil>=6")  # in the user's environment
     monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
     fetch_build_packages(tmp_path, [f"psutil==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"])
     found, _ = find_toolchain(with_mpi=False, with_nccl=False)
@@ -317,7 +319,7 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
         packages = run_script("-c", become, "-m", "pip", "freeze", "--all", env=env).stdout.splitlines()
         return [package for package in packages if not package.startswith("horovod")]
 
-    # Uses what these tests use, and has an index with later versions, and a configuration that asks for them.
+    # The environment has the packages of these tests, an index with later versions, and constraints that require them.
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     become = f"import os, sys; os.execv(p := {str(tmp_path / 'venv' / 'bin' / 'python')!r}, [p, *sys.argv[1:]])"
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""Connections to a link server, as workers on Ray make them."""
+"""Connections to a link server, like those of workers on Ray."""
 
 import hmac
 import socket
@@ -12,7 +12,7 @@ NUMBER = struct.Struct("!I")
 
 
 def connect(server: LinkServer, number: int, secret: bytes | None = None) -> socket.socket:
-    """Connects as a worker does, with a proof that it has the secret."""
+    """Connects like a worker, with a proof of the secret."""
     connection = socket.create_connection(server.address)
     challenge = connection.recv(32, socket.MSG_WAITALL)
     key = server.secret if secret is None else secret

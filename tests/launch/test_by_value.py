@@ -1,4 +1,4 @@
-"""Classes and functions that workers cannot import are sent to them, and return as the main process's own."""
+"""Classes and functions that workers cannot import are sent to workers; the main process receives its own objects."""
 
 import subprocess
 import sys

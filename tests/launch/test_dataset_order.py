@@ -1,6 +1,6 @@
-"""The merged predictions of several ranks are those of one process.
+"""The merged predictions of several ranks equal those of one process.
 
-These tests start no process: a rank is its keys and a generator of its predictions for them.
+These tests start no process: a rank is represented by its keys and by a generator of predictions.
 """
 
 import random
@@ -71,7 +71,7 @@ PREDICT_STEPS: dict[str, Predict] = {
     "list of batched tensors": lambda keys: [logits(keys), torch.tensor(keys)],
     "None": lambda keys: None,
     "dataclass": lambda keys: Detection(logits(keys), boxes(keys), "detector", final=True),
-    "strings beside tensors": lambda keys: {"kind": "logits", "values": logits(keys), "flags": (True, ("a",) * 7)},
+    "strings and tensors": lambda keys: {"kind": "logits", "values": logits(keys), "flags": (True, ("a",) * 7)},
     "empty dict": lambda keys: {},
 }
 
@@ -303,7 +303,7 @@ class TestWholeOutputs:
 
 
 class TestLists:
-    """A list has one entry per sample, or batched values. Sometimes only other batches show which of the two."""
+    """A list has one entry per sample, or batched values. Sometimes, only other batches resolve the ambiguity."""
 
     def test_last_batch_that_looks_like_a_collection(self):
         """A detector whose last batch is one sample with one box."""
@@ -315,7 +315,7 @@ class TestLists:
         assert_same(in_dataset_order(ranks, 4), one_process(detect, list(range(10)), 4))
 
     def test_batch_of_one(self):
-        """No batches are merged, so it does not matter which of the two a list has."""
+        """No batches are merged, so the meaning of the list does not matter."""
 
         def detect(keys: list[int]) -> list[torch.Tensor]:
             return [torch.full((1 + key % 2, 4), float(key)) for key in keys]
@@ -344,7 +344,7 @@ class TestLists:
         assert_same(in_dataset_order([KeyedOutputs(keys, iter(outputs))], 2), outputs)
 
     def test_ambiguous_lists_before_a_clear_one(self):
-        """The first lists are ambiguous and stay whole; a later list shows what the lists after it have."""
+        """The first lists are ambiguous and stay whole; a later list determines the meaning of the lists after it."""
 
         def detect(keys: list[int]) -> list[torch.Tensor]:
             return [torch.full((2 if key < 4 else 3, 4), float(key)) for key in keys]

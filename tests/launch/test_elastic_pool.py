@@ -273,7 +273,7 @@ def test_a_late_reply_for_a_world_that_was_given_up_does_not_enter_the_next_worl
         if message == WorldMembers(["a", "b", "c"]):  # type: ignore[list-item]
             worker.exit() if worker.name == "b" else worker.replies.extend([ReadyToJoin()] * (worker.name == "c"))
         elif isinstance(message, RunTask) and worker.name == "d":
-            for ready in (run.workers["a"], worker):  # so that the next world has them and c
+            for ready in (run.workers["a"], worker):  # so that the next world has these workers and c
                 ready.replies.append(ReadyToJoin())
         elif isinstance(message, RankAssignment) and (worker.name, num_ranks) == ("c", 2):
             worker.exit()

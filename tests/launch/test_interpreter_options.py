@@ -54,7 +54,9 @@ def test_ranks_have_the_options_of_the_main_process_and_do_not_warn(names: list[
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert len(found) == 2 * len(names)
     for options in found.values():
-        has_option = options["flags"][2] or names == ["ddp_ray_ext"]  # there, a variable has this effect
+        has_option = options["flags"][2] or names == [
+            "ddp_ray_ext"
+        ]  # in these processes, an environment variable sets the option
         assert [*options["flags"][:2], has_option] == [1, 1, True]
         assert options["warnings"] == ["error", "ignore:`isinstance(treespec"]
         assert not options["runs_assert"]

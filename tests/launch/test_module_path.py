@@ -93,7 +93,7 @@ def test_pip_imports_nothing_from_the_working_directory(planted: Path, monkeypat
 @pytest.mark.processes
 def test_the_command_of_this_package_imports_nothing_from_the_working_directory(planted: Path) -> None:
     for name in PLANTED:
-        if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports the others before this package
+        if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports the other modules before this package
             (planted / f"{name}.py").unlink()
     assert "works" in run_script("-m", "lightning_strategies_ext", cwd=planted).stdout
     assert_none_was_imported(planted)

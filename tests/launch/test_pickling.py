@@ -21,7 +21,7 @@ from lightning_strategies_ext.launch.transport.pickling import SharedObjects, du
 
 
 def transfer(obj: Any, **kwargs: Any) -> Any:
-    """Returns an object as a receiver rebuilds it, in memory of its own."""
+    """Returns an object as a receiver rebuilds it, in separate memory."""
     pickled = dump(obj, **kwargs)
     pickled.buffers = [bytearray(buffer) for buffer in pickled.buffers]
     return pickled.load(kwargs.get("shared"))

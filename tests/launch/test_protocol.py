@@ -1,4 +1,4 @@
-"""Messages between the main process and workers: each through the channel or the link that carries it."""
+"""Messages between the main process and workers: each message uses its channel or link."""
 
 import socket
 from dataclasses import is_dataclass

@@ -1,4 +1,4 @@
-"""The command that starts ranks of a script, and processes that a rank starts, which are not ranks."""
+"""The command that starts ranks of a script; processes that a rank starts are not ranks."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ print(f"{{'inner' if is_inner else 'outer'}} rank {{trainer.global_rank}} of {{t
 if not is_inner and trainer.is_global_zero:
     subprocess.run([sys.executable, __file__, strategy, "inner"], check=True)
 """
-#: Variables of the ranks of each launcher, and those that differ in another launch by the same launcher.
+#: Variables of the ranks of each launcher, and the variables that differ in another launch by the same launcher.
 LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "python": ({"LOCAL_RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, {"MASTER_PORT": "2"}),
     "torchrun": (
@@ -64,7 +64,7 @@ def test_only_a_child_of_a_rank_drops_the_variables_of_the_rank(launcher: str, m
     store = rank_variables.store_variable("of-the-rank", "1")
     monkeypatch.setenv(rank_variables.STORE, store)
     rank_variables.record_owner()
-    assert not rank_variables.drop_inherited()  # the rank
+    assert not rank_variables.drop_inherited()  # the process is a rank
     assert rank_variables.store_name() == "of-the-rank"
     set_other_owner(monkeypatch.setenv)
     with monkeypatch.context() as other_launch:
@@ -76,7 +76,7 @@ def test_only_a_child_of_a_rank_drops_the_variables_of_the_rank(launcher: str, m
         assert rank_variables.store_name() is None
     assert rank_variables.drop_inherited()
     assert not (of_rank.keys() - {"SLURM_STEP_ID"}) & os.environ.keys()
-    assert os.environ["SLURM_JOB_ID"] == "7"  # of the job, and for its children too
+    assert os.environ["SLURM_JOB_ID"] == "7"  # set in the job, and inherited by child processes
 
 
 @pytest.mark.parametrize(("strategy", "error"), [("ddp_ext", RuntimeError), ("ddp_spawn_ext", ValueError)])
@@ -173,7 +173,7 @@ def test_a_rank_runs_the_module_the_code_or_the_script_that_was_set(tmp_path: Pa
     ]  # fmt: skip
     code = f"import sys; sys.argv.pop(); {SHOW}"
     assert command_shown(tmp_path, "-c", code, "7") == ["-c", code, "7", "TMP"]
-    # As a test does, or a sweep that runs another script.
+    # As in a test, or in a sweep that runs another script.
     change = "os.chdir('elsewhere'); sys.argv = ['../other.py', '--lr=1']"
     assert command_shown(tmp_path, "train.py", "set", change) == ["TMP/other.py", "--lr=1", "None"]
     change = "del sys.argv[1:]; runpy.run_path('other.py', run_name='__main__'); sys.exit()"

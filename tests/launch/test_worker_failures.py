@@ -27,7 +27,7 @@ from tests.support.ranks import run_script
 pytestmark = pytest.mark.processes
 
 STEPS_BEFORE_FAILURE = 3
-# The promise is 10 seconds; the rest is for a busy machine.
+# The documented limit is 10 seconds; the rest is for a busy machine.
 FAILURE_WITHIN_S = 60
 FOREVER_S = 1000
 
@@ -66,7 +66,7 @@ def raise_unimportable_error() -> None:
 
 
 class PrunedError(Exception):
-    """An error whose constructor has other arguments than those that it passes on."""
+    """An error whose constructor has different arguments than the constructor of its base class."""
 
     def __init__(self, step: int, *, value: float) -> None:
         super().__init__(f"pruned at step {step}")
@@ -225,7 +225,7 @@ def test_an_exception_of_all_ranks_is_raised_unchanged(strategy):
     with pytest.raises(PrunedError, match=r"^pruned at step 3$") as caught:
         trainer.fit(model, loader())
     assert caught.value.args == ("pruned at step 3",)
-    assert caught.value.value == 0.7  # rank 0's
+    assert caught.value.value == 0.7  # from rank 0
     assert isinstance(caught.value.__cause__, WorkerRaisedError)
     assert "in prune_later\n" in str(caught.value.__cause__)
     assert recorder.exceptions == [("PrunedError", STEPS_BEFORE_FAILURE)]
@@ -364,7 +364,7 @@ def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
 def test_an_unpicklable_object_is_named_before_a_process_starts_and_works_with_fork(part, name):
     model, data, trainer_for = unpicklable(part)
     trainer = trainer_for("ddp_spawn_ext")
-    children = psutil.Process().children(recursive=True)  # those of an earlier test may exit meanwhile
+    children = psutil.Process().children(recursive=True)  # child processes of an earlier test may exit in the meantime
     with pytest.raises(TypeError, match=rf"{name} cannot be sent to the worker processes: .*lock(?s:.*)ddp_fork_ext"):
         trainer.fit(model, data)
     assert trainer.strategy.launcher.pids == []

@@ -1,6 +1,6 @@
 """Exits of ``ddp_spawn_ext``: a Trainer, a script, and a killed main process leave nothing, and Ctrl-C stops all ranks.
 
-The main process is pytest's own if that is enough, and a script if its exit is tested.
+The main process is pytest's process, or a script if the test concerns its exit.
 """
 
 import gc
@@ -44,7 +44,7 @@ LONG_FIT = {"max_epochs": -1, "max_steps": 100_000}
 
 
 class Slow(MLP):
-    """Creates a file per rank at its fourth step, and continues until it is stopped, or hangs there on some ranks."""
+    """Creates a file per rank at its fourth step, and then hangs on some ranks; other ranks continue until a signal."""
 
     def __init__(self, directory: Path, hanging: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 class Run:
-    """A script that a user runs, in a session of its own as in a terminal."""
+    """A user's script in a new session, as in a terminal."""
 
     def __init__(self, prefix: list[str], directory: Path, function: Callable[..., None], *args: Any) -> None:
         script = directory / "script.py"
@@ -106,7 +106,7 @@ class Run:
         return found
 
     def temporary_files(self) -> list[str]:
-        """Returns the names of temporary files, except those that torch and Open MPI leave themselves.
+        """Returns the names of temporary files, except files that torch and Open MPI leave.
 
         `import torch` may create a cache and, in older torch, a directory with a generated module that stays if a
         process is killed. Lightning before 2.6 initializes MPI to detect it.
@@ -115,7 +115,7 @@ class Run:
         return [name for name in names if not name.startswith(("torchinductor", "ompi."))]
 
     def wait_for_no_temporary_files(self, ignored: str | None = None, timeout_s: float = 60) -> None:
-        """Waits until no names are left, except those that begin with ``ignored``: processes may be cleaning up."""
+        """Waits until no temporary files are left, except names that begin with ``ignored``: exits may take time."""
         deadline = time.monotonic() + timeout_s
         while names := [name for name in self.temporary_files() if ignored is None or not name.startswith(ignored)]:
             assert time.monotonic() < deadline, names
@@ -250,12 +250,12 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared
     run.wait_for("training0", "training1")
     processes = run.processes()
     assert len(processes) >= 4  # two workers and their DataLoader workers
-    # It stays a zombie, as it does if its parent does not wait for it at once.
+    # The process remains a zombie, as if its parent does not wait for it immediately.
     os.kill(run.process.pid, signal.SIGKILL)
     assert_exited(processes, within_s=10)
     assert run.process.wait() == -signal.SIGKILL
-    # Sometimes the directory of a DataLoader worker's socket is left. What terminates that worker is unknown; torch's
-    # handler of SIGTERM (2.13) would do it, without Python's own cleanup.
+    # Sometimes the directory of a DataLoader worker's socket is left. The cause of that worker's exit is unknown;
+    # torch's handler of SIGTERM (2.13) would exit without Python's cleanup.
     run.wait_for_no_temporary_files(ignored="pymp-")
     shared_memory.wait_until_empty()
 
@@ -288,7 +288,7 @@ def ctrl_c_once(directory: Path, *more_after_s: float) -> Iterator[list[float]]:
     finally:
         is_over.set()
         thread.join()
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal after the first one
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores signals after the first signal
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])

@@ -1,4 +1,4 @@
-"""Errors of ``ddp_spawn_ext`` in scripts and notebooks that cannot work, with the fix."""
+"""Errors of ``ddp_spawn_ext`` in unsupported scripts and notebooks, with the fix."""
 
 import subprocess
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""States of a worker, and the replies and calls that change them."""
+"""The states of a worker, and the replies and calls that change the state."""
 
 import socket
 import subprocess

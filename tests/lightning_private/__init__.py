@@ -1,1 +1,1 @@
-"""What :mod:`lightning_strategies_ext._lightning` needs of Lightning, by behaviour: a new release fails here first."""
+"""Tests of the behavior of Lightning that :mod:`lightning_strategies_ext._lightning` requires, for new releases."""

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.launching` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.launching` requires."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def test_a_launcher_of_workers_is_one_that_the_trainer_lets_predict() -> None:
     assert type(launcher) is WorkerLauncher
     assert isinstance(launcher, launching.Launcher)
     assert isinstance(make_trainer("ddp_fork").strategy.launcher, launching.Launcher)
-    # The class whose instances may not return predictions.
+    # Instances of this class must not return predictions.
     assert not isinstance(launcher, type(make_trainer("ddp_fork").strategy.launcher))
 
 

@@ -1,4 +1,4 @@
-"""Which private names of Lightning's this package touches: each in one place, with a test, and still there."""
+"""Private names of Lightning that this package uses: each is used in one module, has a test, and still exists."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_every_name_has_its_test() -> None:
 
 
 def public_names(path: Path) -> list[str]:
-    """Names of a module: its functions, and the names that it defines."""
+    """Returns the names of a module: its functions, and its other definitions."""
     names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

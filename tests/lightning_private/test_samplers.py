@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.samplers` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.samplers` requires."""
 
 from types import SimpleNamespace
 

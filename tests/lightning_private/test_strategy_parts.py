@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.strategy_parts` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.strategy_parts` requires."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -104,7 +104,7 @@ def test_functions_surround_stages_on_one_device_and_the_first_can_omit_the_seco
 
 
 def test_the_trainer_sets_the_module_before_it_refuses_a_compiled_one() -> None:
-    """What ``strategy_parts.refuse_compiled_module`` relies on."""
+    """Verifies the assumptions of ``strategy_parts.refuse_compiled_module``."""
     trainer = make_trainer("dp_ext", devices=2, limit_train_batches=1, max_epochs=1)
     with pytest.raises(RuntimeError, match=r"has compiled.*Pass the module without"):
         trainer.fit(torch.compile(MLP(), backend="eager"), loader())

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.trainer_data` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_data` requires."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undon
 
 
 class Halved:
-    """Gives every second batch of a fetcher."""
+    """A fetcher that returns every second batch of another fetcher."""
 
     def __init__(self, inner: Any) -> None:
         object.__setattr__(self, "inner", inner)

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.trainer_decisions` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_decisions` requires."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ REPLACED = {
 
 
 class Rank0:
-    """Says that rank 0 has 5.0 where this rank has anything, and remembers what it was asked."""
+    """Simulates a rank 0 whose values are all 5.0, and records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, list[str], bool]] = []
@@ -41,7 +41,7 @@ class OnPlateau(MLP):
 
 
 def train(rank_0: Rank0, directory: Path) -> Any:
-    """Trains for an epoch and returns model, checkpoint, early stopping, and metrics; reverts the change."""
+    """Trains for an epoch with the change; returns the model, the checkpoint, early stopping, and metrics."""
     checkpoint = ModelCheckpoint(directory, "{epoch}-{loss:.1f}", monitor="val_loss")
     stopping = EarlyStopping("val_loss")
     trainer = single_process_trainer(enable_checkpointing=True, callbacks=[checkpoint, stopping])
@@ -122,7 +122,7 @@ def test_a_stop_that_a_hook_has_set_can_be_taken_back_at_a_point(place: str) -> 
     undos = trainer_decisions.call_at_points(trainer, at_point)
     trainer.fit(MLP(), loader(16), loader(8))
     assert trainer.global_step == 4
-    # before the first step, after each of two validations, and after the epoch
+    # before the first step, after two validations, and after the epoch
     assert taken_back == [place == "on_train_start", *[place == "on_validation_end"] * 2, place == "on_train_epoch_end"]
     for undo in undos:
         undo()

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.trainer_logging` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_logging` requires."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_needless_moves_of_logged_values_can_be_skipped_without_another_change()
     )
     num_steps = 2 * len(loader())  # training and validation, with one logged tensor each
     assert num_moves >= num_steps
-    assert num_left < 3  # not one in each step
+    assert num_left < 3  # less than one per step
     assert device == "meta"
     assert logged == same_logged
     assert {"loss_step", "loss_epoch", "mean", "val_loss"} <= logged.keys()
@@ -133,7 +133,7 @@ def test_what_another_process_has_added_up_is_added_to() -> None:
 
 
 class RecordsExchanges:
-    """Exchange that gives every value of an epoch the same result."""
+    """An exchange with an identical result for all values of an epoch."""
 
     def __init__(self) -> None:
         self.pending: dict[str, Any] = {}
@@ -162,7 +162,7 @@ class RecordsExchanges:
 
 
 class LogsForExchange(MLP):
-    """Logs a synchronized key with values of a step, which wait for the exchange, and one without."""
+    """Logs a synchronized key with step values, which wait for the exchange, and a synchronized key without."""
 
     def __init__(self) -> None:
         super().__init__()

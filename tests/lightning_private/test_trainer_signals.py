@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.trainer_signals` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_signals` requires."""
 
 import logging
 import os
@@ -149,7 +149,7 @@ def count_broadcasts_of_lightnings_ddp() -> int:
 @pytest.mark.processes
 def test_lightning_runs_the_removed_broadcast_in_every_training_step() -> None:
     if Version(lightning.__version__) < Version("2.5.3"):
-        pytest.skip("Lightning before 2.5.3 has no broadcast per step to take out")
+        pytest.skip("Lightning before 2.5.3 has no broadcast per step")
     assert run_ranks(count_broadcasts_of_lightnings_ddp) == [3, 3]
 
 
@@ -162,7 +162,7 @@ def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
 
 def receive_sigusr1() -> tuple[list[int], list[int], list[bool]]:
     os.environ.update({**variables_of_job(1, 1), **variables_of_task(0, 1)})
-    os.environ["PATH"] = ""  # where there is no SLURM
+    os.environ["PATH"] = ""  # without SLURM
     received, progress = [], []
     with tempfile.TemporaryDirectory() as directory:
         trainer = make_trainer("ddp", devices=1, default_root_dir=directory, max_epochs=1, accumulate_grad_batches=2)
@@ -196,7 +196,7 @@ def test_where_lightning_has_no_job_queued_again_nothing_is_replaced() -> None:
 
 
 class SavesInValidation(MLP):
-    """Saves in the middle of a validation, as if it were the start; or continues from there."""
+    """Saves a checkpoint in the middle of a validation, with the state before the validation."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_from_a_checkpoint_of_a_validation_the_whole_of_it_is_run_again(tmp_path
 
 
 class Owner:
-    """Records the ends of steps in itself."""
+    """An owner of a step record, which is the record itself."""
 
     point = 100
 

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.trainer_stages` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_stages` requires."""
 
 import copy
 import signal
@@ -31,7 +31,7 @@ class NotesFailures(DDPStrategy):
 
 
 def find_learning_rate(directory: Path) -> tuple[bool, bool]:
-    """Whether a finder leaves its trial by the exception we know, and whether the strategy takes it for a failure."""
+    """Returns whether a finder ends its trial with the known exception, and whether that counts as a failure."""
     strategy = NotesFailures()
     trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
     Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
@@ -48,7 +48,7 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
 
 
 class Fetches(Callback):
-    """Notes in which order batches are asked for, begin and end, and the step that loggers are told."""
+    """Records the order in which batches are fetched, begin, and end, and the steps that loggers receive."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -91,7 +91,7 @@ class BadLuckError(Exception):
 
 
 class Disturbed(MLP):
-    """Fails once, in training or in validation, and notes what it sees."""
+    """Fails once, in training or in validation, and records the steps."""
 
     def __init__(self, fail_at: int | None = None, where: str = "train") -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_s
     trainer, _ = fit_with_one_restart(whole, 4)
     torch.manual_seed(1)
     halves = Disturbed(fail_at, where)
-    again, epochs = fit_with_one_restart(halves, 0)  # because these loaders start again
+    again, epochs = fit_with_one_restart(halves, 0)  # because these loaders start from the first batch
     assert halves.steps == whole.steps == list(range(16))
     assert epochs == [0, 0, 1]
     ours, theirs = state_of(halves), state_of(whole)
@@ -183,7 +183,7 @@ def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 16
     model = Disturbed(6)
     trainer, _ = fit_with_one_restart(model, 4, goes_right_on=False)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `finish_restart` is there
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # the reason for `finish_restart`
 
 
 def never(train: Callable[[], None]) -> None:
@@ -229,7 +229,7 @@ def test_a_finder_runs_the_loop_as_a_trial_unless_trials_are_skipped() -> None:
 
 
 class NotesStarts(MLP):
-    """Notes in ``on_train_start`` how many batches the training loader has."""
+    """Records the number of training batches in ``on_train_start``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_load
     trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()
     trainer.strategy.connect(model)
     with pytest.raises(ValueError, match="bad luck"):
-        trainer._fit_impl(model, loader())  # as a worker does it: nothing around it handles the exception
+        trainer._fit_impl(model, loader())  # as in a worker: no caller handles the exception
     assert signal.getsignal(signal.SIGTERM) != handler
     assert trainer.fit_loop._data_fetcher is not None
     trainer_stages.tear_down(trainer)
@@ -319,7 +319,7 @@ def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_load
 
 
 class CommitsAt(Callback):
-    """Notes a commit, and the settings beside it, after the given batch."""
+    """Records a commit, and the settings of the Trainer, after the given batch."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch

@@ -1,4 +1,4 @@
-"""What :mod:`lightning_strategies_ext._lightning.user_modules` needs of Lightning."""
+"""Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.user_modules` requires."""
 
 import random
 from typing import Any
@@ -71,12 +71,12 @@ def test_a_modules_device_attribute_can_be_set_alone() -> None:
     user_modules.set_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")
     assert module.net[0].weight.device == torch.device("cpu")
-    user_modules.set_device(module.net, torch.device("meta"))  # has none: nothing happens
+    user_modules.set_device(module.net, torch.device("meta"))  # no attribute, no effect
     assert "_device" not in vars(module.net)
 
 
 class Recorder(torch.nn.Module):
-    """What a strategy wraps a module with: it asks what is called, and calls that."""
+    """A strategy's wrapper of a module: it looks up the called method, and calls this method."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_agai
     fabric = Fabric(accelerator="cpu", devices=1)
     monkeypatch.setattr(fabric.strategy, "setup_module", Recorder)
     module = MLP()
-    module.forward = lambda features: module.net(features)  # one of the user's own is none of Fabric's
+    module.forward = lambda features: module.net(features)  # a user's attribute, not Fabric's
     model = fabric.setup(module)
     recorder = model._forward_module
     model.mark_forward_method("loss")

@@ -1,4 +1,4 @@
-"""What the tests of several of its modules start."""
+"""Helpers of several test modules of this package."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ def single_process_trainer(**kwargs: Any) -> pl.Trainer:
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function(*args)`` returns in a process that may get signals and exit."""
+    """Returns the value of ``function(*args)`` in a separate process, which may receive signals and exit."""
     return run_ranks(function, *args, world_size=1)[0]
 
 
 class Record:
-    """Callables that count their calls."""
+    """A callable that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

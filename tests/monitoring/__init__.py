@@ -1,1 +1,1 @@
-"""What ranks learn about their own exchanges."""
+"""Tests of the monitoring of steps and exchanges."""

@@ -1,4 +1,4 @@
-"""What follows from times that ranks have noted, in numbers; no process is started."""
+"""The analysis of recorded times, with manual numbers; these tests start no process."""
 
 import json
 from dataclasses import replace
@@ -41,10 +41,11 @@ def window(
     steps: range = range(10, 14),
     num_bytes: int = 400,
 ) -> Window:
-    """Steps of 20 ms, of which ``data`` to load, 3 forward, 6 backward; the exchange is over at the same time on all.
+    """Returns a window of steps of 20 ms: ``data`` ms of loading, 3 ms forward, 6 ms backward, and an exchange.
 
-    Exchanges begin 2 ms before the end of the backward computation; the last rank's takes 1 ms from there on. After it,
-    the optimizer takes 2 ms; what is left comes between two steps.
+    Exchanges end at the same time on all ranks. They begin 2 ms before the end of the backward computation; the
+    exchange of the last rank takes 1 ms from there on. Then the optimizer takes 2 ms. The remaining time is between two
+    steps.
     """
     batches, exchanges = [], []
     for step in steps:
@@ -79,7 +80,7 @@ def test_phases_are_without_what_is_waited_for(kind: int) -> None:
     first, second = times_of([window(0, data=1, kind=kind), window(1, data=5, kind=kind)])
     assert first.num_bytes == 100
     assert (first.data_ms, first.forward_ms, first.backward_ms, first.optimizer_ms) == pytest.approx((1, 3, 6, 2))
-    assert first.other_ms == pytest.approx(3)  # of what comes before the first step nothing is known
+    assert first.other_ms == pytest.approx(3)  # the time before the first step is unknown
     assert first.step_ms == pytest.approx(17 + first.other_ms)
     assert (first.communication_ms, first.hidden_ms, first.exposed_ms) == pytest.approx((7, 2, 5))
     assert (first.waiting_ms, first.transfer_ms) == pytest.approx((4, 1))
@@ -164,7 +165,7 @@ def test_the_trace_has_the_last_steps_of_all_ranks(tmp_path: Any) -> None:
     assert of_first["backward"]["dur"] == pytest.approx(6000)
     assert of_first["waits for the exchange"]["dur"] == pytest.approx(5000)
     assert of_first["gradients"]["args"] == {"step": 13, "waiting_ms": 4.0, "hidden_ms": 2.0}
-    # One all-reduce ends at one time, wherever clocks are.
+    # An all-reduce ends at the same time on all ranks, independently of their clocks.
     ends = [each["ts"] + each["dur"] for each in drawn if (each["name"], each["args"]["step"]) == ("gradients", 13)]
     assert ends[0] == pytest.approx(ends[1])
 

@@ -1,4 +1,4 @@
-"""Which steps a rank observes, and how what it has noted comes to rank 0; no process is started."""
+"""The steps that a rank observes, and the transfer of its records to rank 0; these tests start no process."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 
 
 class Clock:
-    """Times exchanges while it is on."""
+    """A timer that records exchanges while it is enabled."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Training:
-    """Steps of a training that starts at some step, with a step recorder."""
+    """Runs the steps of a training from a start step, with a step recorder."""
 
     def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
         self.num_done = num_done
@@ -118,7 +118,7 @@ def test_a_step_continues_after_an_error_in_the_recorder() -> None:
     assert [str(error) for error in training.failed] == ["the disk is full"]
 
 
-# --- the way to rank 0 ---
+# --- transfer to rank 0 ---
 
 
 def window(rank: int, number: int) -> Window:

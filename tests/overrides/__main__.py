@@ -11,13 +11,13 @@ from tests.overrides.sources import Release, body_of, hash_of, installed
 
 
 def methods() -> set[str]:
-    """Returns all methods of Lightning that the account is about."""
+    """Returns all methods of Lightning that have an account."""
     chains = [chain for by_target in find().overrides.values() for chain in by_target.values()]
     return {each for chain in [*chains, *REPLACED.values()] for each in chain} | {e.theirs for e in accounts.read()}
 
 
 def write(releases: list[Release]) -> None:
-    """Extends ``hashes.json`` by releases; of two wheels of one release, the second must have the code of the first."""
+    """Adds releases to ``hashes.json``; two wheels of one release must have the same code."""
     hashes, wanted = accounts.read_hashes(), methods()
     hashes = {method: by_version for method, by_version in hashes.items() if method in wanted}
     seen: set[tuple[str, str]] = set()
@@ -36,7 +36,7 @@ def write(releases: list[Release]) -> None:
 
 
 def skeleton(releases: list[Release]) -> None:
-    """Prints entries for overrides that have none, with the code of all given releases."""
+    """Prints entries for overrides without an entry, with the code of all given releases."""
     known = {(entry.mine, entry.theirs) for entry in accounts.read()}
     pairs = {
         (mine, theirs)
@@ -61,7 +61,7 @@ def skeleton(releases: list[Release]) -> None:
 
 
 def check(releases: list[Release]) -> int:
-    """Prints what the account lacks for releases; returns the number of problems."""
+    """Prints the problems of the account for the given releases; returns their number."""
     entries = accounts.read()
     pairs = {(entry.mine, entry.theirs) for entry in entries}
     found = []
@@ -71,7 +71,7 @@ def check(releases: list[Release]) -> int:
         found += [f"{release.version}: no entry for {pair}" for pair in sorted(expected_pairs(release) - pairs)]
         problems = {f"{entry.mine}, {entry.theirs}": problem_of(entry, entries, release) for entry in entries}
         found += [f"{release.version}: {name}: {problem}" for name, problem in problems.items() if problem]
-    print("\n".join(found) or f"{len(entries)} entries, {len(releases)} releases: each line is accounted for")
+    print("\n".join(found) or f"{len(entries)} entries, {len(releases)} releases: the account is complete")
     return len(found)
 
 
@@ -80,8 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.overrides", description=__doc__)
     parser.add_argument("--write", action="store_true", help="extend hashes.json")
     parser.add_argument("--check", action="store_true", help="compare the account with releases")
-    parser.add_argument("--skeleton", action="store_true", help="print rows for overrides that have none")
-    parser.add_argument("wheels", nargs="*", type=Path, help="wheels; the installed release if there are none")
+    parser.add_argument("--skeleton", action="store_true", help="print rows for overrides without an entry")
+    parser.add_argument("wheels", nargs="*", type=Path, help="wheels; by default, the installed release")
     given = parser.parse_args()
     releases = [Release(path.name.split("-")[1], path) for path in given.wheels] or [installed()]
     if given.write:

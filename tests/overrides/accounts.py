@@ -34,7 +34,7 @@ class Entry:
         mine: Qualified name of this package's method.
         theirs: Qualified name of Lightning's method.
         kind: "abstract", "super", "as" or "lines".
-        reference: For "as", our method whose entry it refers to.
+        reference: For "as", the method of this package whose entry applies.
         code: For "lines", Lightning's code as quoted.
         accounts: For "lines", the account of each part of the code; empty if there is none.
     """

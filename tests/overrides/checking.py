@@ -12,7 +12,7 @@ _NOTHING = ("...", "pass", "return", "return None")
 
 
 def expected_pairs(release: Release) -> set[tuple[str, str]]:
-    """Returns our methods, each with a method of Lightning that it stands for in a release."""
+    """Returns the methods of this package, each with the method of Lightning that it replaces in a release."""
     found = find()
     pairs = set()
     for mine, by_target in found.overrides.items():
@@ -23,13 +23,13 @@ def expected_pairs(release: Release) -> set[tuple[str, str]]:
 
 
 def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str | None:
-    """Returns what is wrong with an entry for a release, or None."""
+    """Returns the problem of an entry for a release, or None."""
     source = release.source_of(entry.theirs)
     lines = [] if source is None else body_of(source)
     if entry.kind == "abstract" and any(line not in _NOTHING for line in lines):
         return f"it is not abstract: {lines}"
     if entry.kind == "lines" and source is not None and entry.code_in(release.version) != lines:
-        return f"it quotes {entry.code_in(release.version)}, and the code is {lines}"
+        return f"it quotes {entry.code_in(release.version)}, but the code is {lines}"
     if entry.kind == "super" and entry.mine not in REPLACED:
         mine = find().sources.get(entry.mine)
         if mine is not None and not re.search(rf"super\(\)\.{entry.mine.rpartition('.')[2]}\b", mine):

@@ -25,10 +25,11 @@ class Found:
     """The overrides in the installed package.
 
     Attributes:
-        overrides: Name of our method → names of the methods of Lightning that it overrides, see :func:`targets_in`,
-            each with the names of the methods that it would override in its place, in the order of the classes.
+        overrides: Name of a method of this package → names of the methods of Lightning that it overrides, see
+            :func:`targets_in`, each with the names of the methods that would be overridden instead, in the order of the
+                classes.
         not_imported: Modules that could not be imported, because an optional package is missing.
-        sources: Name of our method → its source.
+        sources: Name of a method of this package → its source.
     """
 
     overrides: dict[str, dict[str, list[str]]] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Found:
 
 @functools.cache
 def find() -> Found:
-    """Imports all modules of the package, and looks at all of its classes."""
+    """Imports all modules of the package, and inspects all of its classes."""
     found = Found()
     classes = [each for module in _modules(found) for each in _classes_of(module)]
     for concrete in classes:
@@ -66,11 +67,11 @@ def find() -> Found:
 def targets_in(chain: list[str], mine: str, release: Release | None = None) -> list[str]:
     """Returns the methods of Lightning that a method of this package replaces.
 
-    These are the first method that the release defines, and each further one that is called through ``super()``.
+    These methods are the first method that the release defines, and further methods that ``super()`` calls.
 
     Args:
-        chain: The methods of this name of all classes after ours, in order.
-        mine: Source of our method. If it calls ``super()``, only the first counts.
+        chain: The methods with this name in all classes after the class of this package, in order.
+        mine: Source of this package's method. If it calls ``super()``, only the first method counts.
         release: The release; the installed one if None.
     """
     release = release or installed()

@@ -1,6 +1,6 @@
-"""Functions of this package that replace methods on objects of Lightning's, or stand for functions that are not called.
+"""Functions of this package that replace methods of Lightning's objects, or functions that are no longer called.
 
-The latter are those that an overridden method of Lightning's calls, and ours does not.
+An overridden method of Lightning calls the latter functions, but the method of this package does not.
 """
 
 from tests.overrides.sources import renamed
@@ -17,7 +17,7 @@ _FABRIC_LAUNCHERS = "lightning.fabric.strategies.launchers"
 _WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 _FABRIC_WORKERS = "lightning.fabric.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 
-#: Our function → the methods that it replaces.
+#: Function of this package → the methods that it replaces.
 SET_ON_OBJECTS = {
     "_lightning.trainer_signals.intercept_sigterm": [
         f"{_SIGNALS}._sigterm_notifier_fn",
@@ -63,7 +63,7 @@ SET_ON_OBJECTS = {
         "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._resolve_sampler"
     ],
 }
-#: Our function → the functions that it stands for.
+#: Function of this package → the functions that it replaces.
 CALLED_INSTEAD = {
     "collectives.base.Collectives.all_gather": [f"{_DISTRIBUTED}:_all_gather_ddp_if_available"],
     "collectives.base.Collectives.broadcast_module": [f"{_OVERRIDES}:_sync_module_states"],

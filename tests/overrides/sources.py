@@ -1,4 +1,4 @@
-"""Source of Lightning's methods, from the installed package, a wheel or a directory, without an import of Lightning."""
+"""Reads the source of Lightning's methods, from the installed package, a wheel, or a directory, without an import."""
 
 import ast
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-#: Modules of the packages that are released separately, by the names that they have in `lightning`.
+#: Modules of the separately released packages, by their names in `lightning`.
 _OTHER_NAMES = {f"{part}_lightning": f"lightning.{part}" for part in ("pytorch",)}
 _OTHER_NAMES |= {f"lightning_{part}": f"lightning.{part}" for part in ("fabric",)}
 
@@ -20,10 +20,10 @@ _PYTORCH = pl.__name__
 
 
 class Release:
-    """One release of Lightning.
+    """A release of Lightning.
 
     Args:
-        version: Its version.
+        version: Version of the release.
         root: A wheel, or the directory that contains the package.
     """
 
@@ -34,7 +34,7 @@ class Release:
         self._files = {} if self._archive is None else {name: name for name in self._archive.namelist()}
 
     def has_package(self, name: str) -> bool:
-        """Whether it contains the package of a module: a wheel of ``pytorch-lightning`` has no Fabric."""
+        """Returns whether it contains the package of a module: a wheel of ``pytorch-lightning`` has no Fabric."""
         package = ".".join(name.split(".")[:2])
         return self._module(package) is not None
 
@@ -93,7 +93,7 @@ def _candidates(name: str) -> list[str]:
 
 
 def renamed(name: str) -> str:
-    """Returns a text with the names that modules have in the package `lightning`."""
+    """Returns a text with module names as in the package `lightning`."""
     for mine, other in _OTHER_NAMES.items():
         name = re.sub(rf"\b{mine}\b", other, name)
     return name

@@ -1,6 +1,6 @@
-"""Every method that overrides or replaces one of Lightning's accounts for each line of it, in each release.
+"""Each method that overrides or replaces a method of Lightning has an account of all lines, for each release.
 
-What to do when a test fails: see the docstring of the package, :mod:`tests.overrides`.
+If a test fails, see the docstring of the package, :mod:`tests.overrides`.
 """
 
 import ast
@@ -23,7 +23,7 @@ _EXPECTED = ("done:", "not needed:")
 
 
 def is_looked_at(mine: str) -> bool:
-    """Whether the module of a method could be imported here."""
+    """Returns whether the module of a method could be imported."""
     return not any(mine.startswith(f"{module}.") for module in find().not_imported)
 
 
@@ -41,7 +41,7 @@ def test_no_entry_is_left_over():
         assert set(HASHES[entry.theirs].values()) != {"-"}, f"no release of Lightning has {entry.theirs}"
         if (entry.mine, entry.theirs) in needed or not is_looked_at(entry.mine):
             continue
-        # Of another release, in which the base classes define other methods.
+        # The entry is for another release, whose base classes define different methods.
         methods = {entry.theirs} | by_method[entry.mine]
         differ = any(len({code == "-" for code in HASHES[method].values()}) > 1 for method in methods)
         assert by_method[entry.mine], f"{entry.mine} overrides nothing"
@@ -72,7 +72,7 @@ def test_an_entry_accounts_for_each_line(entry: Entry):
 
 
 def test_each_replaced_method_is_named_where_it_is_replaced():
-    """What `_lightning` sets on objects of Lightning's, by the names of the methods that their classes have."""
+    """`SET_ON_OBJECTS` lists all methods that `_lightning` replaces on objects of Lightning, by name."""
     root = Path(lightning_strategies_ext.__file__).parent / "_lightning"
     found: dict[str, set[str]] = {}
     for path in root.glob("*.py"):
@@ -86,7 +86,7 @@ def test_each_replaced_method_is_named_where_it_is_replaced():
 
 
 def _replaced_in(function: ast.FunctionDef) -> set[str]:
-    """Names under which a function sets a function of its own, or a partial or a lambda, on an object."""
+    """Returns the attribute names to which a function assigns an inner function, a partial, or a lambda."""
     own = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)} - {function.name}
     found = set()
     for node in ast.walk(function):
@@ -102,7 +102,7 @@ def _replaced_in(function: ast.FunctionDef) -> set[str]:
     return found
 
 
-# --- that the tests can fail ---
+# --- the tests can fail ---
 
 CHANGED = '''
 class Base:
@@ -119,7 +119,7 @@ class Base:
 
 
 class Source(Release):
-    """A release with one module."""
+    """Creates a release with one module."""
 
     def __init__(self, text: str) -> None:
         super().__init__("9.9.9", Path())

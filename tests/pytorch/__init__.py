@@ -1,1 +1,1 @@
-"""The Trainer's face."""
+"""Tests of the strategies for the Trainer."""

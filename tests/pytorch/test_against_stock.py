@@ -1,7 +1,8 @@
-"""``ddp_ext`` against Lightning's ``ddp``: same seed, two CPU ranks, the same weights to the last bit.
+"""``ddp_ext`` against Lightning's ``ddp``: with one seed and two CPU ranks, weights are bitwise identical.
 
-Each test trains with both strategies, one after the other, in the same two processes: stock over gloo, ours over shm.
-With more ranks the bits are the same on the same backend only: gloo adds up in another order than shm does.
+Each test trains with both strategies, one after the other, in the same two processes: Lightning's over gloo, this
+package's over shm. With more ranks, results are identical only on the same backend, because gloo and shm add in
+different orders.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ except ImportError:  # before Lightning 2.6
 def train_with_both(
     make_model: Callable[[], pl.LightningModule], variant: str, make_kwargs: Callable[[], dict[str, Any]]
 ) -> tuple[dict, dict]:
-    """One rank: the weights after training with stock and with ours."""
+    """Trains with both strategies on one rank; returns the weights with this package's and Lightning's strategy."""
     theirs = fit(f"ddp{variant}", make_model, **make_kwargs())
     assert torch.distributed.get_backend() == "gloo"
     leave_process_group()
@@ -63,7 +64,9 @@ def assert_same_weights(
     outcomes = run_ranks(train_with_both, make_model, variant, make_kwargs)
     for ours, theirs in outcomes:
         assert_same_bits(ours, theirs)
-    if make_model is not WithBatchNorm:  # the ranks' running statistics differ after the last forward, as with stock
+    if (
+        make_model is not WithBatchNorm
+    ):  # the ranks' running statistics differ after the last forward, as with Lightning's strategy
         assert_same_bits(outcomes[0][0], outcomes[1][0])
     torch.manual_seed(11)
     assert any(not torch.equal(t, outcomes[0][0][n]) for n, t in make_model().state_dict().items()), "nothing trained"
@@ -75,7 +78,7 @@ def test_same_bits(make_model):
 
 
 def train_with_three_ranks(strategy: str, backend: str | None = None) -> tuple[dict, str]:
-    """The weights after training, and what the ranks have talked over."""
+    """Returns the weights after training, and the backend."""
     _, model = fit(strategy if backend is None else DDPStrategy(process_group_backend=backend), devices=3)
     return state_of(model), torch.distributed.get_backend()
 
@@ -104,7 +107,9 @@ def test_same_bits_with_gradient_accumulation(make_model):
 
 
 def test_same_bits_with_two_optimizers_under_manual_optimization():
-    assert_same_weights(TwoOptimizers, variant="_find_unused_parameters_true")  # each uses half of the parameters
+    assert_same_weights(
+        TwoOptimizers, variant="_find_unused_parameters_true"
+    )  # each optimizer uses half of the parameters
 
 
 @pytest.mark.parametrize("make_kwargs", [dict, accumulate_three])
@@ -184,7 +189,7 @@ def test_same_bits_with_zero_redundancy_optimizer():
 
 
 class Shards(IterableDataset):
-    """Each rank takes every other sample."""
+    """Each rank has every second sample."""
 
     def __iter__(self):
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -210,7 +215,7 @@ def fit_from(source: str) -> tuple[dict, dict, dict, dict]:
     states, metrics = [], []
     for name in ("ddp_ext", "ddp"):
         pl.seed_everything(11, verbose=False)
-        # Lightning then takes the limit for the length: it does not know the last batch of a shorter stream.
+        # Lightning then uses the limit as the length, and does not detect the last batch of a shorter stream.
         limit = {"limit_train_batches": 10, "accumulate_grad_batches": 3} if source == "iterable below limit" else {}
         trainer = make_trainer(name, **limit)
         if source == "datamodule":
@@ -234,7 +239,7 @@ def test_same_bits_over_data_modules_and_iterable_datasets(source):
 
 
 def single_process_reference(num_epochs: int = 2) -> dict[str, torch.Tensor]:
-    """Plain torch, one process, each step on the batches of both ranks together."""
+    """Trains with torch alone in one process; each step uses the batches of both ranks."""
     pl.seed_everything(11, verbose=False)
     model = MLP()
     optimizer = model.configure_optimizers()

@@ -1,4 +1,4 @@
-"""``ddp_ext`` against Lightning's ``ddp``: what is logged, decided, tuned, predicted, saved, and synchronized."""
+"""``ddp_ext`` against Lightning's ``ddp``: logs, decisions, tuning, predictions, checkpoints, synchronized layers."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ class WithMetrics(MLP):
 
 
 def log_with_both(directory: str) -> list[dict[str, Any]]:
-    """What callbacks decided and what was logged, with ours and with stock."""
+    """Returns the decisions of callbacks and the logged values, with both strategies."""
     seen = []
     for name in ("ddp_ext", "ddp"):
         pl.seed_everything(11, verbose=False)
@@ -88,7 +88,7 @@ def test_callbacks_and_metrics_decide_as_with_stock(tmp_path):
     first, second = run_ranks(log_with_both, str(tmp_path))
     for ours, theirs in (first, second):
         assert ours == theirs
-    assert first[0]["stopped"][1] == 1  # early stopping did stop
+    assert first[0]["stopped"][1] == 1  # early stopping has stopped the training
     assert sorted(p.name for p in (tmp_path / "ddp_ext").iterdir()) == sorted(
         p.name for p in (tmp_path / "ddp").iterdir()
     )
@@ -178,7 +178,7 @@ def test_predictions_and_their_indices_are_those_of_stock():
 
 
 def resume_across(first: str, second: str, path: str) -> dict[str, torch.Tensor]:
-    """Two epochs with one strategy, saved, two more with the other."""
+    """Trains two epochs with one strategy, saves, and trains two more epochs with the other strategy."""
     trainer, _ = fit(first)
     trainer.save_checkpoint(path)
     model = MLP()
@@ -194,11 +194,11 @@ def test_checkpoints_go_from_stock_to_ours_and_back(tmp_path):
 
 
 class SyncedOnCpu(torch.nn.BatchNorm1d):
-    """Stands where torch puts SyncBatchNorm, which computes on GPUs only."""
+    """Replaces SyncBatchNorm, which supports GPUs only."""
 
 
 class LayerSyncOnCpu(LayerSync):
-    """Exchanges layers for training and back, as TorchSyncBatchNorm does."""
+    """Replaces layers for training and restores them afterwards, like TorchSyncBatchNorm."""
 
     def apply(self, model):
         model.net[1].__class__ = SyncedOnCpu
@@ -220,7 +220,7 @@ class RecordNormalization(pl.Callback):
 
 
 def convert_and_revert() -> list[str]:
-    """The kind of normalization in each stage."""
+    """Records the class of the normalization layer in each stage."""
     record = RecordNormalization()
     trainer, model = fit("ddp_ext", WithBatchNorm, plugins=[LayerSyncOnCpu()], callbacks=[record])
     trainer.validate(model, loader(), verbose=False)

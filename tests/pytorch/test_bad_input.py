@@ -1,4 +1,4 @@
-"""What cannot work is refused where it is first known, in words that name the argument, the value and the way out."""
+"""Invalid arguments are rejected as early as possible, with the argument, its value, and a fix."""
 
 import os
 from collections.abc import Callable
@@ -34,14 +34,14 @@ HOOK_FORM = "`def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 @dataclass
 class Refusal:
-    """A call of a constructor, and the exception it must raise.
+    """A call of a constructor, and the exception that it must raise.
 
     Attributes:
         arguments: Keyword arguments of the constructor.
         error: Type of the exception.
-        argument: The argument that the message must name, default the last of ``arguments``.
-        value: How the message must show what was given.
-        fix: What the message must say to do, or to give instead.
+        argument: The argument that the message must contain, by default the last one of ``arguments``.
+        value: The value as the message must contain it.
+        fix: The fix that the message must contain.
     """
 
     arguments: dict[str, Any]
@@ -164,7 +164,7 @@ BY_THE_TRAINERS_FACE = [
 BY_FABRICS_FACE = [
     Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
     Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel accepts"),
-    # Fabric's optimizer step does not pass through the strategy's averaging: models would differ from then on.
+    # Fabric's optimizer step bypasses the strategy's averaging, so the models would differ from then on.
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "PeriodicModelAverager", argument="ddp_comm_state"),
 ]
 
@@ -199,7 +199,7 @@ def test_a_backend_that_torch_was_built_without_is_refused(backend: str) -> None
 
 
 def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
-    """Constructs both front ends for CPU processes; returns the messages. ``None`` registers such a backend."""
+    """Constructs both front ends for CPU processes; returns the messages. ``None`` registers a backend for GPUs."""
     if backend is None:
         backend = "gpuonly"
         dist.Backend.register_backend(backend, lambda *args: None, devices=["cuda"])
@@ -265,7 +265,7 @@ def test_fabric_refuses_to_try_sizes_of_buckets() -> None:
 
 
 class Silent(MLP):
-    """Logs nothing: torch 2.13 cannot compile a step that does, on one device either."""
+    """A model without logging: torch 2.13 cannot compile a step with ``self.log``, also on one device."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
@@ -318,7 +318,7 @@ def test_the_device_is_not_made_up_before_a_trainer_has_chosen_it() -> None:
 
 
 def set_torchruns_environment(world_size: int) -> None:
-    """As torchrun sets it for the first of ``world_size`` processes on one host."""
+    """Sets the variables that torchrun sets for the first of ``world_size`` processes on one host."""
     addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
@@ -372,7 +372,7 @@ def test_without_layers_to_synchronize_the_argument_is_a_no_op() -> None:
     assert trainer.state.finished
 
 
-# --- post-local SGD with an optimizer that distributes its own work ---
+# --- post-local SGD with an optimizer that distributes its work ---
 
 
 class WithZeroRedundancyOptimizer(MLP):
@@ -396,7 +396,7 @@ def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refu
     assert "Use another optimizer" in message
 
 
-# --- what is asked before a Trainer, Fabric or a stage has it ---
+# --- attributes that are read too early ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``bucket_cap_mb="auto"`` tries several sizes while it trains, on all ranks together, and changes nothing else."""
+"""``bucket_cap_mb="auto"`` tries several sizes during training, on all ranks together, without other changes."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
-#: In mebibytes; small enough for the models of these tests to be in several buckets.
+#: Bucket sizes in mebibytes, so small that the models of the tests have several buckets.
 SIZES_MB = (2**-12, 2**-11, 2**-5)
 NUM_STEPS = (len(SIZES_MB) + 1) * bucket_search.NUM_REPEATS * (bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED)
 NUM_PROFILED = 5
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], type[pl.LightningModule], dict[str, Any]]
 
 
 class Observe(Callback):
-    """Notes the sizes of the buckets that steps were taken with, and what is all-reduced in the last steps."""
+    """Records the bucket sizes of the steps, and the all-reduces of the last steps."""
 
     def __init__(self) -> None:
         self.model: DistributedDataParallel | None = None
@@ -119,7 +119,7 @@ def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once
             per_step, rest = divmod(tried.num_all_reduces, NUM_PROFILED)
             assert per_step > 0 == rest, case
-            assert tried.num_buckets in (per_step, 0), case  # DDP of torch 2.5 does not say it
+            assert tried.num_buckets in (per_step, 0), case  # DDP of torch 2.5 does not report the number
         other, usual = second[case]
         assert_same_bits(other.state, usual.state)
         assert (other.caps, other.num_all_reduces, other.said) == (tried.caps, tried.num_all_reduces, ""), case

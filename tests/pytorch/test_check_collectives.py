@@ -16,7 +16,7 @@ CHECKED = ChecksOptions(check_collectives=True)
 
 
 class Differs(MLP):
-    """Rank 1 differs from rank 0 in the third batch."""
+    """A model whose rank 1 calls a different collective than rank 0 in the third batch."""
 
     def __init__(self, fault: str = "") -> None:
         super().__init__()

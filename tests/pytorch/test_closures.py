@@ -1,4 +1,4 @@
-"""LBFGS evaluates its closure equally often on all ranks, and trains as one process does on the whole batch."""
+"""LBFGS evaluates its closure equally often on all ranks, with the results of one process on the whole batch."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ class Regression(pl.LightningModule):
 
 
 def data(rank: int | None) -> DataLoader:
-    """Batches of one of two ranks, or of both together."""
+    """Returns the batches of one of two ranks, or the batches of one process."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(NUM_STEPS, 2, 8, 4, generator=generator, dtype=torch.float64)
     targets = inputs.sum(dim=-1, keepdim=True).sin() * torch.tensor([1.0, -4.0]).view(1, 2, 1, 1)
@@ -90,7 +90,7 @@ def assert_trained_alike(ranks: list[dict[str, Any]]) -> None:
         means = [sum(each) / 2 for each in zip(*(outcome[case][2] for outcome in ranks), strict=True)]
         assert means == pytest.approx(losses), case
         if losses:
-            assert ranks[0][case][2] != ranks[1][case][2]  # what is logged is each rank's own
+            assert ranks[0][case][2] != ranks[1][case][2]  # each rank logs its own values
 
 
 @pytest.mark.processes

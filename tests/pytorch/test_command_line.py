@@ -1,6 +1,6 @@
-"""What LightningCLI offers of our strategies: every argument that the class takes, as options, in help and in YAML.
+"""LightningCLI supports all arguments of the strategy classes as options, in the help, and in YAML.
 
-The names of strategies on the command line are test_discovery's.
+test_discovery.py tests the names of strategies on the command line.
 """
 
 import inspect
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 DDP_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(DistributedDataParallel).parameters.items()
-    if name not in ("module", "device_ids", "output_device")  # which the strategy decides
+    if name not in ("module", "device_ids", "output_device")  # decided by the strategy
 }
 
 
@@ -49,7 +49,7 @@ def test_a_lazy_instance_takes_arguments_of_ddp_and_refuses_others(strategy_clas
         lazy_instance(strategy_class, find_unused_params=True)
 
 
-# --- the whole way: from the command line into the model ---
+# --- from the command line to the model ---
 
 SCRIPT = """
 from lightning.pytorch.cli import LightningCLI
@@ -91,7 +91,7 @@ def test_options_reach_ddp_and_omitted_options_keep_our_default(strategy: str, t
 
 
 def said(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
-    """What the command line prints, and its error, where it ends before it trains."""
+    """Returns standard output and standard error of a command line that exits before the training."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["script.py", "fit", *options])
         monkeypatch.setenv("COLUMNS", "200")
@@ -107,7 +107,7 @@ def test_a_printed_config_trains_as_the_options_that_it_was_printed_for(
     options = strategy_options("DDPStrategy", find_unused_parameters="true", gradient_as_bucket_view="false")
     printed, _ = said(capsys, *TRAINER, *options, "--print_config")
     assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"].keys() >= DDP_DEFAULTS.keys()
-    config = tmp_path / "printed.yaml"  # config.yaml is where LightningCLI saves what it was given
+    config = tmp_path / "printed.yaml"  # LightningCLI saves its own configuration in config.yaml
     config.write_text(printed)
     assert "in DDP: True False" in fit(tmp_path, f"--config={config}")
 

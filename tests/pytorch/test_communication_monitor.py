@@ -1,4 +1,4 @@
-"""``CommunicationMonitor``: it changes nothing, costs no collective, and names what a job waits for."""
+"""``CommunicationMonitor`` changes no results, adds no collectives, and names the bottleneck."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ SLOW_S = 0.06
 
 
 def train(monitor: CommunicationMonitor | None, strategy: Any, model: pl.LightningModule, **arguments: Any) -> Any:
-    """Trains with it or without; eight batches per epoch on each of two ranks."""
+    """Trains with or without a monitor, with eight batches per epoch on each of two ranks."""
     callbacks = [*arguments.pop("callbacks", []), *([monitor] if monitor else [])]
     batches = arguments.pop("batches", None) or loader()
     trainer = make_trainer(strategy, callbacks=callbacks, **arguments)
@@ -56,7 +56,7 @@ def num_bytes_of(model: nn.Module) -> int:
 
 
 class Wide(MLP):
-    """Its last layers' gradients are there long before those of its first."""
+    """A model whose last layers' gradients are ready long before the gradients of its first layers."""
 
     def make_net(self) -> nn.Module:
         inner = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU())]
@@ -64,7 +64,7 @@ class Wide(MLP):
 
 
 class SlowSamples(torch.utils.data.Dataset):
-    """One rank's come slowly."""
+    """A dataset that is slow on one rank."""
 
     def __init__(self, is_slow: bool) -> None:
         self.samples, self.is_slow = dataset(), is_slow
@@ -79,7 +79,7 @@ class SlowSamples(torch.utils.data.Dataset):
 
 
 class SlowSteps(MLP):
-    """Rank 0's forward passes take long."""
+    """A model with slow forward passes on rank 0."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 0:
@@ -88,7 +88,7 @@ class SlowSteps(MLP):
 
 
 class Counts:
-    """How many collectives this rank starts, in whatever thread."""
+    """Counts the collectives that this rank starts, in all threads."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -108,7 +108,7 @@ class Counts:
             setattr(OperationExecutor, name, method)
 
 
-# --- it changes nothing ---
+# --- no changes of results ---
 
 TRAININGS: dict[str, tuple[Any, type[pl.LightningModule], dict[str, Any]]] = {
     "plain": ("ddp_ext", MLP, {}),
@@ -128,9 +128,9 @@ COLLECTIVES = ("plain", "accumulation and validation", "manual optimization", "b
 
 
 def train_all(directory: str) -> dict[str, Any]:
-    """Each with a monitor and without: weights, collectives, and what the monitor says."""
+    """Trains each case with and without a monitor; returns weights, collectives, and the results of the monitor."""
     found: dict[str, Any] = {}
-    train(None, "ddp_ext", seeded(MLP))  # each later training first checks the group of this one, with an all-reduce
+    train(None, "ddp_ext", seeded(MLP))  # each later training first checks this group, with an all-reduce
     for name, (strategy, kind, trainer_arguments) in TRAININGS.items():
         states, nums = [], []
         arguments = {"every_n_steps": 4, "observed_steps": 2, "plot": name == "plain"}
@@ -177,7 +177,7 @@ def test_weights_and_collectives_are_those_without_it(tmp_path: Path) -> None:
     assert all(not training["times"] and not training["files"] for training in second.values())
     own = {name: (training["times"][0], training["gradients"]) for name, training in first.items()}
     assert own["bf16"][0].num_bytes == own["bf16"][1] / 2
-    assert own["powersgd"][0].num_bytes < own["powersgd"][1]  # whole in the first ten steps
+    assert own["powersgd"][0].num_bytes < own["powersgd"][1]  # not compressed in the first ten steps
     assert own["buckets"][0].hidden_ms > 0
     trace = json.loads((tmp_path / "plain" / "trace.json").read_text())
     drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -186,11 +186,11 @@ def test_weights_and_collectives_are_those_without_it(tmp_path: Path) -> None:
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in drawn)
 
 
-# --- it names what is waited for ---
+# --- the bottleneck ---
 
 
 def train_slowly(directory: str) -> dict[str, Any]:
-    """With a slow rank, and the second time with another monitor's files in place; with a logger and a progress bar."""
+    """Trains with a slow rank, a logger, and a progress bar; the second time, files of another monitor exist."""
     found: dict[str, Any] = {}
     monitor = CommunicationMonitor(dirpath=directory, plot=False)
     bar = TQDMProgressBar(refresh_rate=1000)
@@ -224,7 +224,7 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
         times, advice, shown, metrics, took_ms = first[name]
         assert advice.startswith(f"Rank {slow} is the bottleneck: other ranks wait "), advice
         assert f"in {where}" in advice
-        # On a busy machine all but the sleep may take longer, but no part longer than the whole.
+        # On a busy machine, everything except the sleep may take longer, but no phase longer than the step.
         assert times[1 - slow].waiting_ms - times[slow].waiting_ms >= 0.25e3 * SLOW_S
         assert times[slow].phase_ms(name) - times[1 - slow].phase_ms(name) >= 0.25e3 * SLOW_S
         for each in times:
@@ -233,20 +233,20 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
             assert each.num_steps * (each.step_ms - each.other_ms) <= took_ms
         assert shown[-1].endswith("%")
         assert second[name][2] == [None] * 3
-        assert metrics == second[name][3]  # what users have logged, and nothing else
+        assert metrics == second[name][3]  # only values that the user has logged
         rows = (tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines()
         place = rows[0].split(",").index("communication/slowest_rank")
         said = [row.split(",")[place] for row in rows[1:] if row.split(",")[place]]
-        assert mode(map(float, said)) == slow, said  # on a busy machine not in each window
+        assert mode(map(float, said)) == slow, said  # on a busy machine, not in each window
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-# --- when it fails ---
+# --- failures ---
 
 
 class Raises(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.02)  # what has been noted arrives meanwhile
+        time.sleep(0.02)  # the records arrive in the meantime
         if self.global_rank == 1 and self.global_step == 14:
             raise RuntimeError("this rank has had enough")
         return super().training_step(batch, batch_idx)
@@ -270,7 +270,7 @@ def test_a_failing_communication_monitor_causes_no_hang(tmp_path: Path) -> None:
     assert "this rank has had enough" in (second.error or "")
     assert first.error is not None
     assert "CommunicationMonitor stops, and training continues: OSError: the disk is full" in first.output
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]  # what had come so far
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]  # the steps so far
 
 
 # --- workers, Horovod, one process ---
@@ -323,7 +323,7 @@ def test_over_horovod(tmp_path: Path) -> None:
     assert {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
 
 
-# --- what is refused ---
+# --- rejected arguments ---
 
 
 @pytest.mark.parametrize(

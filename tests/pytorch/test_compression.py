@@ -1,4 +1,4 @@
-"""``compression=...`` in training: beside torch's own hooks and one process, in checkpoints, and when a rank fails."""
+"""``compression=...`` in training: compared with torch's hooks and with one process, in checkpoints, after failures."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ try:
 except ImportError:  # before Lightning 2.6
     EMAWeightAveraging = None
 
-NUM_STEPS = 16  # of two epochs
+NUM_STEPS = 16  # in two epochs
 BATCH_SIZE = 4
 WITH_STATE = {
     "powersgd": PowerSGD(rank=2, warmup_steps=3),
@@ -47,7 +47,7 @@ WITH_STATE = {
 
 
 class Wide(MLP):
-    """Has a matrix that is worth compressing, running means, and says what is validated."""
+    """A model with a large matrix and running means, which records the validated state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Wide(MLP):
 
 
 def batches_of(rank: int, size: int = 2) -> Any:
-    """What a rank gets of an epoch."""
+    """Returns the batches of a rank in an epoch."""
     samples = torch.utils.data.Subset(dataset(), range(rank, len(dataset()), size))
     return DataLoader(samples, batch_size=BATCH_SIZE)
 
@@ -85,7 +85,7 @@ def seeded(kind: type[pl.LightningModule]) -> Any:
     return kind()
 
 
-# --- beside torch's hooks ---
+# --- compared with torch's hooks ---
 
 
 def train_with_casts() -> dict[str, list[dict]]:
@@ -107,23 +107,23 @@ def test_casts_are_those_of_torch() -> None:
         for name, (ours, torchs, uncompressed) in found.items():
             if name == "bf16":
                 assert_same_bits(ours, torchs)
-            else:  # torch divides what it has rounded, here it is rounded when it is divided
+            else:  # torch divides rounded values; this package rounds divided values
                 for key, tensor in ours.items():
                     torch.testing.assert_close(tensor, torchs[key], rtol=1e-3, atol=1e-5)
             assert any(not torch.equal(ours[name], uncompressed[name]) for name in ours)
 
 
-# --- beside one process ---
+# --- compared with one process ---
 
 
 def train_apart(period: int, outer: Any, per_host: int, decay: float | None = None) -> dict[str, Tensor]:
-    """Two hosts' models in one process, each with its optimizer, and the steps from the common model between.
+    """Trains the models of two hosts in one process, each with its optimizer, and averages them periodically.
 
     Args:
-        period: Steps from one mean of the models to the next.
-        outer: Makes the optimizer of those steps; None if the mean is the common model.
-        per_host: Ranks, which exchange gradients in each step.
-        decay: Decay of a moving average of each model, whose mean is returned.
+        period: Number of steps between two averages of the models.
+        outer: Function that creates the outer optimizer; None if the models are set to their average.
+        per_host: Number of ranks per host, which exchange gradients in each step.
+        decay: Decay of a moving average of each model; the mean of the moving averages is returned.
     """
     size = 2 * per_host
     common = seeded(MLP)
@@ -204,12 +204,12 @@ def train_and_resume(directory: Path) -> dict[str, Any]:
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     first, second = run_ranks(train_and_resume, tmp_path)
     for name, (whole, resumed) in first.items():
-        # MKL's products may end in another bit where a matrix stands elsewhere in memory, as after a new start.
+        # The last bits of MKL's products may depend on a matrix's alignment in memory, which differs after a restart.
         tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "powersgd" else {"rtol": 0, "atol": 0}
         for key, tensor in whole.items():
             torch.testing.assert_close(resumed[key], tensor, **tolerance)
         others = second[name][1]
-        # Buffers are rank 0's in each forward pass, and a rank's own after it; where models are averaged, so are they.
+        # In each forward pass, all ranks have rank 0's buffers. After it, buffers differ, unless models are averaged.
         compared = whole.keys() if name in ("localsgd", "diloco") else dict(Wide().named_parameters())
         assert_same_bits({key: resumed[key] for key in compared}, {key: others[key] for key in compared})
         saved = torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=False)
@@ -218,7 +218,7 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path: Path) -
         [kept], [kept_after] = saved["optimizer_states"], after["optimizer_states"]
         assert kept.keys() == kept_after.keys() > {"state", "param_groups"}
         assert numbers_in(kept) == pytest.approx(numbers_in(kept_after), abs=1e-6)
-    # Trainings with another compression, or with whole gradients, can load it, also on one device.
+    # Trainings with a different compression, or without, can load the checkpoint, also on one device.
     run_ranks(train_with_another, tmp_path)
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     trainer.fit(seeded(Wide), loader(), ckpt_path=tmp_path / "powersgd" / "epoch=0.ckpt", **LOADS_EVERYTHING)
@@ -234,7 +234,7 @@ def train_with_another(directory: Path) -> list[int]:
 
 
 def numbers_in(state: Any) -> list[float]:
-    """All numbers and sums of tensors, whatever they are in."""
+    """Returns all numbers, and the sums of all tensors, in nested containers."""
     if isinstance(state, dict):
         return [number for part in state.values() for number in numbers_in(part)]
     if isinstance(state, list | tuple):
@@ -253,7 +253,7 @@ def validate_apart() -> tuple[list[dict], dict, bool]:
 @pytest.mark.processes
 def test_ranks_validate_one_model_and_end_with_one() -> None:
     (first, end, is_imported), (second, other_end, _) = run_ranks(validate_apart)
-    assert not is_imported  # it compiles TorchScript, which nothing here needs
+    assert not is_imported  # it compiles TorchScript, which the tests do not need
     assert len(first) == len(second) > 2
     for one, another in zip(first, second, strict=True):
         assert_same_bits(one, another)
@@ -261,7 +261,7 @@ def test_ranks_validate_one_model_and_end_with_one() -> None:
 
 
 class KeepsAverage(Wide):
-    """Updates an average of its last layer itself, outside of any optimizer."""
+    """A model that updates an average of its last layer, outside of the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class KeepsAverage(Wide):
 
 
 class AveragesAtTheEnd(pl.Callback):
-    """Puts an average into the module after the last averaging of models, from tensors that only it knows."""
+    """Writes an average to the module after the last averaging of models, from tensors of the callback."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
@@ -420,7 +420,7 @@ KEY = "lightning_strategies_ext.compression"
 
 
 class RestoresEarly(pl.Callback):
-    """Restores a state before the model is in DDP, as workers of elastic training do, and keeps what is restored."""
+    """Restores a state before DDP is created, like workers of elastic training, and records the restored state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

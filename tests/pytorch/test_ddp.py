@@ -1,4 +1,4 @@
-"""What ``ddp_ext`` promises beside equal weights: its life over several stages, its names, its collectives."""
+"""``ddp_ext``, in addition to equal weights: several stages of a Trainer, registered names, and collectives."""
 
 import pickle
 import warnings
@@ -239,7 +239,7 @@ def test_collectives_of_the_strategy_and_of_the_module():
 
 
 def gradients_with_and_without_sync() -> list[bool]:
-    """Whether both ranks have equal gradients: after a blocked backward pass, and after the one that follows."""
+    """Returns whether ranks have equal gradients after a blocked backward pass, and after the next backward pass."""
     agree = []
 
     class Module(MLP):

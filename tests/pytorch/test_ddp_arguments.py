@@ -1,4 +1,4 @@
-"""The arguments of ``ddp_ext``'s strategy reach torch and the Trainer, and do there what they say."""
+"""The arguments of ``DDPStrategy`` reach torch and the Trainer, and have the documented effects."""
 
 import time
 from collections.abc import Callable
@@ -54,9 +54,9 @@ class NotingCheckpointIO(TorchCheckpointIO):
 def train_with_plugins(directory: Path, gives_devices: bool) -> dict[str, Any]:
     environment, checkpoint_io = LightningEnvironment(), NotingCheckpointIO()
     precision = MixedPrecision("bf16-mixed", "cpu")
-    # Lightning's Trainer takes an accelerator or CPU devices from a strategy, not both.
+    # Lightning's Trainer accepts an accelerator or CPU devices of a strategy, but not both.
     accelerator, devices = (None, [torch.device("cpu")] * 2) if gives_devices else (CPUAccelerator(), None)
-    # By position, in the order of Lightning's own DDPStrategy.
+    # By position, in the order of Lightning's DDPStrategy.
     strategy = DDPStrategy(accelerator, devices, environment, checkpoint_io, precision)
     pl.seed_everything(11, verbose=False)
     model = MLP()
@@ -103,7 +103,7 @@ def compressed_and_not(kind: str) -> list[dict]:
 def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
     outcomes = run_ranks(compressed_and_not, kind)
     for compressed, exact in outcomes:
-        assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook did nothing"
+        assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook had no effect"
         for name in exact:
             torch.testing.assert_close(compressed[name], exact[name], atol=0.05, rtol=0.05)
     assert_same_bits(outcomes[0][0], outcomes[1][0])
@@ -118,7 +118,7 @@ class NoteWeights(pl.Callback):
 
 
 def train_locally() -> list[list[float]]:
-    """Gradients are exchanged for two steps, then not at all; models are averaged every third step."""
+    """Post-local SGD: gradients are exchanged for two steps only; models are averaged every third step."""
     note = NoteWeights()
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
     strategy = DDPStrategy(
@@ -132,7 +132,7 @@ def train_locally() -> list[list[float]]:
 def test_with_post_local_sgd_models_differ_and_are_averaged_by_its_period():
     first, second = run_ranks(train_locally)
     agree = [a == b for a, b in zip(first, second, strict=True)]
-    # Averaged after the third and the sixth step: two warm-up steps, then every third one.
+    # Averaged after the third and the sixth step: two warm-up steps, then every third step.
     assert agree == [True, True, True, False, False, True, False, False]
 
 
@@ -211,7 +211,7 @@ def test_process_group_backend_is_used():
 
 
 class Look(pl.Callback):
-    """Notes DDP's settings and the collectives that one forward pass runs."""
+    """Records DDP's settings and the collectives of one forward pass."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -250,7 +250,7 @@ def test_defaults_keep_gradients_once_and_broadcast_no_missing_buffer():
     plain, with_reducer, chosen, with_buffers = run_ranks(look_at_ddp)[0]
     assert plain == ((True, False, False), [], 1), "small gradients are parts of one tensor"
     assert with_reducer == ((True, False, False), [], 1), "gradients lie in one bucket"
-    assert chosen == ((False, True, False), [], 4), "the user's own choice holds"
+    assert chosen == ((False, True, False), [], 4), "the user's choice holds"
     assert with_buffers[0] == (True, False, True)
 
 
@@ -264,8 +264,8 @@ def fit_often(name: str, model: type[MLP]) -> None:
     ("name", "model", "times"),
     [
         ("ddp_ext_find_unused_parameters_true", MLP, 1),
-        ("ddp_ext_find_unused_parameters_true", WithUnusedParameters, 0),  # its graph is not static
-        ("ddp_ext", MLP, 0),  # nothing to gain
+        ("ddp_ext_find_unused_parameters_true", WithUnusedParameters, 0),  # the graph is not static
+        ("ddp_ext", MLP, 0),  # no benefit
     ],
 )
 def test_static_graph_is_advised_once_where_it_helps(name, model, times):

@@ -1,4 +1,4 @@
-"""The promises of ``ddp_ray_ext`` on one machine: what ``ddp_spawn_ext`` promises, of workers that Ray has started."""
+"""``ddp_ray_ext`` on one machine: the behavior of ``ddp_spawn_ext``, with workers that Ray starts."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def on_ray(devices: int = 2, **kwargs: Any) -> Trainer:
 
 
 class Notes(Callback):
-    """What a callback of the user's may hold."""
+    """A user's callback with several kinds of attributes."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -97,7 +97,7 @@ def test_workers_stay_and_predictions_come_in_the_order_of_the_dataset():
 
 
 class Large(MLP):
-    """48 MB of weights, some of them in a tensor that travels in several pieces."""
+    """A model with 48 MB of weights, some of them in a tensor that is sent in several pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_function_runs_without_a_trainer():
 def test_workers_receive_the_variables_that_the_user_chooses(monkeypatch, chosen, received):
     names = ["CHOSEN_1", "CHOSEN_2", "OTHER", "RAY_AUTH_TOKEN", "SSH_AUTH_SOCK"]
     for name in names:
-        monkeypatch.setenv(name, "value of the main process")  # Ray has started before
+        monkeypatch.setenv(name, "value of the main process")  # Ray started before the variable was set
     devices = [torch.device("cpu")]
     with DDPRayStrategy(1, **HALF, parallel_devices=devices, environment_variables=chosen) as strategy:
         seen = strategy.spawn(lambda: [name for name in names if os.environ.get(name) == "value of the main process"])
@@ -227,7 +227,7 @@ def test_what_the_cells_of_a_notebook_define_goes_to_workers_that_stay(tmp_path,
     nbclient = pytest.importorskip("nbclient", reason="notebooks need nbformat, nbclient and ipykernel")
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # lets Ray take 127.0.0.1 for an address
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # makes Ray use the address 127.0.0.1
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
@@ -293,7 +293,7 @@ def test_a_worker_whose_daemon_is_gone_is_lost_also_where_that_is_all_it_can_say
             pass
 
         def handle(self, *args: Any) -> None:
-            raise RaySystemError("Broken pipe")  # as Ray does in the moment between
+            raise RaySystemError("Broken pipe")  # as Ray does between the exit and its detection
 
     link_server = LinkServer("127.0.0.1")
     worker = RayWorker(1, 0, 0, link_server, {"num_cpus": 0.1}, ray.remote(Actor), is_elastic=False)
@@ -353,7 +353,7 @@ def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
     assert_nothing_is_left(pids)
 
 
-# --- what is refused ---
+# --- rejected arguments ---
 
 
 def test_more_than_the_cluster_has_is_refused_with_numbers():

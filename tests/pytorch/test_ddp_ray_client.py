@@ -1,4 +1,4 @@
-"""``ddp_ray_ext`` from outside of the cluster, by Ray Client: the promises are those of a main process inside."""
+"""``ddp_ray_ext`` from outside of the cluster with Ray Client: the behavior of a main process inside the cluster."""
 
 import gc
 import importlib.util
@@ -38,14 +38,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[str]:
-    """The address of a server of Ray Client, to which this process is connected."""
+    """Provides the address of a Ray Client server, to which this process is connected."""
     import ray
 
     port = free_port()
     environment = {
         **clean_environment(),
-        "RAY_AUTH_MODE": "disabled",  # Ray Client says a token only where RAY_AUTH_MODE was set before Ray was imported
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+        "RAY_AUTH_MODE": "disabled",  # Ray Client sends a token only if RAY_AUTH_MODE was set before the import of Ray
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray use the address 127.0.0.1
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "PYTHONPATH": str(REPOSITORY),
@@ -66,7 +66,7 @@ def cluster() -> Iterator[str]:
             address = f"ray://127.0.0.1:{port}"
             for attempt in range(5):
                 try:
-                    ray.init(address, log_to_driver=False)  # tries for half a minute
+                    ray.init(address, log_to_driver=False)  # retries for half a minute
                     break
                 except ConnectionError:
                     if attempt == 4 or head.poll() is not None:
@@ -96,7 +96,7 @@ trainer.fit(MLP(), loader())
 def test_workers_end_when_the_main_process_is_killed(cluster):
     environment = {
         "RAY_ADDRESS": cluster,
-        "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "5",  # seconds that Ray Client waits for a broken connection to return
+        "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "5",  # seconds that Ray Client waits for a reconnection
         "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "60",
         "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "60",
     }
@@ -145,7 +145,7 @@ def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupte
     trainer.fit(MLP(), loader())
     pids = trainer.strategy.launcher.pids
     assert len(pids) == 2
-    with client.get_context().client_worker.data_client.lock:  # as a call has it within which garbage is collected
+    with client.get_context().client_worker.data_client.lock:  # as in a call that triggers a garbage collection
         del trainer
         gc.collect()
     assert_nothing_is_left(pids)

@@ -1,6 +1,6 @@
-"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others continue, and Ray starts another worker.
+"""Loss of workers with ``ddp_ray_elastic_ext``: the other workers continue, and Ray starts a replacement.
 
-What elastic training promises, wherever its ranks come from, is tested in :mod:`tests.elastic`.
+:mod:`tests.elastic` tests the behavior of elastic training that does not depend on the launcher.
 """
 
 import time
@@ -31,7 +31,7 @@ def run(variables: dict[str, str], strategy: dict[str, Any], *disturbances: Dist
 
 
 def kill_one_after_the_other(net: Net, at: str) -> None:
-    """Kills rank 1, then rank 0, each of them once; the last rank waits for each replacement."""
+    """Kills rank 1, then rank 0, once each; the remaining rank waits for each replacement."""
     if at == "setup" and net.is_replacement:
         net.wait_until(net.has_been_smaller)
         net.first(f"replacement {net.number}")

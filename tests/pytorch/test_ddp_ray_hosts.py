@@ -1,4 +1,4 @@
-"""``ddp_ray_ext`` on two hosts, each with a raylet: one program trains on both, and detects failures on the other host.
+"""``ddp_ray_ext`` on two hosts with a raylet each: a program trains on both hosts, and detects remote failures.
 
 The hosts are two network namespaces, see :mod:`tests.support.namespace_hosts`. The test is skipped, with the reason, on
 a machine that permits no namespaces.

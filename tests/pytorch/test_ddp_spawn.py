@@ -1,7 +1,7 @@
-"""``ddp_spawn_ext``: after a stage the main process is as if the stage had run in it.
+"""``ddp_spawn_ext``: after a stage, the main process has the state as if it had run the stage.
 
-The process that runs these tests is the main process. Weights are compared to the last bit, bookkeeping with
-Lightning's own single-process training.
+The process of the tests is the main process. Weights must be bitwise identical; the state of the Trainer is compared
+with Lightning's training in one process.
 """
 
 import csv
@@ -30,7 +30,7 @@ START_METHODS = ["forkserver", "spawn", "fork"]
 
 
 class History(pl.Callback):
-    """Notes what it sees in a list that the caller holds, and what cannot be pickled."""
+    """Records epochs in a list of the caller, and has an attribute that cannot be pickled."""
 
     def __init__(self, epochs: list[int]) -> None:
         self.epochs = epochs
@@ -109,13 +109,15 @@ def use_workers(start_method: str) -> None:
         del os.environ[name]
     strategy = DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method)
     assert strategy.spawn(os.getpid) != os.getpid()
-    _kept.append(strategy)  # as the cycles of a Trainer keep it to the end; what is collected ends its workers
+    _kept.append(
+        strategy
+    )  # keeps the strategy until exit, like reference cycles of a Trainer; a collected strategy terminates its workers
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(start_method):
-    run_ranks(use_workers, start_method, world_size=1)  # waits ten seconds for the end of a process, then kills it
+    run_ranks(use_workers, start_method, world_size=1)  # kills a process that does not exit within ten seconds
 
 
 # --- results that are returned ---
@@ -123,7 +125,7 @@ def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(s
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A fit with all that has a state, and the checkpoint that rank 0 wrote at its end."""
+    """Provides a ``fit`` with all kinds of states, and the checkpoint that rank 0 has written at its end."""
     directory = tmp_path_factory.mktemp("trained")
     epochs: list[int] = []
     callbacks = [
@@ -154,7 +156,9 @@ def test_the_main_process_could_have_written_the_last_checkpoint(trained, tmp_pa
         assert_same_bits(ours["optimizer_states"][0]["state"][index], state)
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
     assert ours["global_step"] == theirs["global_step"]
-    assert ours["epoch"] == trainer.current_epoch == theirs["epoch"] + 1  # theirs is from before the epoch's end
+    assert (
+        ours["epoch"] == trainer.current_epoch == theirs["epoch"] + 1
+    )  # Lightning's checkpoint is from before the end of the epoch
     assert ours["callbacks"].keys() == theirs["callbacks"].keys()
 
 
@@ -181,7 +185,7 @@ def test_progress_is_that_of_single_process_training(trained, trained_alone):
 def test_metrics_are_returned(trained, trained_alone):
     trainer = trained[0]
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-        of_rates = {"lr-Adam"}  # the other Trainer has no monitor
+        of_rates = {"lr-Adam"}  # the reference Trainer has no monitor
         assert getattr(trainer, name).keys() - of_rates == getattr(trained_alone, name).keys()
     assert {"loss_epoch", "val_loss"} <= trainer.callback_metrics.keys()
     assert trainer.callback_metrics["val_loss"].shape == ()
@@ -238,7 +242,7 @@ def test_the_random_generators_continue_from_rank_0():
     before = torch.get_rng_state()
     trainer.fit(model, loader())
     assert not torch.equal(before, torch.get_rng_state())
-    # Nothing draws between the hook and the end of the stage.
+    # No random numbers are drawn between the hook and the end of the stage.
     assert torch.equal(torch.get_rng_state(), callback.states[0])
     assert np.random.get_state()[1].tolist() == callback.states[1]
     assert random.getstate() == callback.states[2]

@@ -1,4 +1,4 @@
-"""A second ``fit`` with ``ddp_spawn_ext`` is that of one process, bit by bit, and what the user has changed counts."""
+"""A second ``fit`` with ``ddp_spawn_ext`` equals a second ``fit`` in one process, and uses changes of the user."""
 
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_a_second_one_cycle_schedule_has_its_own_steps():
     for strategy in ("auto", "ddp_spawn_ext"):
         model = seeded(Configurable)
         use_one_cycle(model)
-        for _ in range(2):  # as in k-fold: a Trainer for each, the model continues
+        for _ in range(2):  # as in k-fold training: a Trainer per fold, with one model
             make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
         models.append(state_of(model))
     assert_same_bits(models[1], models[0])

@@ -1,4 +1,4 @@
-"""The API of Lightning 1.5 works with ``ddp_spawn_ext``: its plugin, its queues, ``spawn`` and communication hooks."""
+"""``ddp_spawn_ext`` supports the API of Lightning 1.5: the plugin, queues, ``spawn``, and communication hooks."""
 
 import os
 
@@ -42,7 +42,7 @@ class CallsSetupAsDocumented(DDPSpawnPlugin):
 def test_setup_of_the_plugin_can_be_called_without_a_trainer():
     plugin, model, expected = CallsSetupAsDocumented(), seeded(), seeded()
     trainer = spawn_trainer(plugin, max_epochs=1)
-    plugin.setup()  # nothing is there to be set up
+    plugin.setup()  # there is nothing to set up
     trainer.fit(model, loader())
     spawn_trainer(max_epochs=1).fit(expected, loader())
     assert_same_bits(state_of(model), state_of(expected))

@@ -1,4 +1,4 @@
-"""What the main process saves after a stage of ``ddp_spawn_ext`` is what its worker would have saved."""
+"""After a stage of ``ddp_spawn_ext``, the main process saves the same checkpoint as a worker."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 
 
 class HasState(pl.LightningDataModule):
-    """A counter of its own, and a loader that says where it is."""
+    """A data module with a counter, and with a loader that saves its position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class HasState(pl.LightningDataModule):
 
 
 class SavesInTheEnd(pl.Callback):
-    """What the process that trains would save when the stage has ended."""
+    """Records the checkpoint of the training process at the end of the stage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class StopsInTheMiddle(pl.Callback):
 
 
 def assert_same(ours: Any, theirs: Any, path: str = "checkpoint") -> None:
-    """Fails at the first key that differs."""
+    """Fails at the first key whose values differ."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), path
         for key, value in theirs.items():
@@ -112,7 +112,7 @@ def test_a_run_that_continues_from_the_main_process_checkpoint_repeats_no_sample
 
 
 class ForgetfulLoader(StatefulLoader):
-    """Where it is, its iterator knows, as with torchdata's StatefulDataLoader; Lightning takes that away in the end."""
+    """A loader whose iterator has the position, like torchdata's StatefulDataLoader; Lightning deletes the iterator."""
 
     def __iter__(self):
         self._iterator = super().__iter__()
@@ -156,13 +156,13 @@ def test_what_is_saved_on_an_exception_has_everything(tmp_path):
         with pytest.raises(Exception, match="on purpose"):
             trainer.fit(seeded(Fails), datamodule=HasState())
         saved[strategy] = torch.load(path / "failed.ckpt", weights_only=False)
-        del saved[strategy]["callbacks"]  # the callbacks' keys hold their paths
+        del saved[strategy]["callbacks"]  # the keys of callbacks contain paths
     assert saved["auto"]["steps_seen"] == 5
     assert_same(saved["ddp_spawn_ext"], saved["auto"])
 
 
 class SavesWhenStopped(DDPSpawnStrategy):
-    """The worker with rank 0 saves what it has when its stage fails."""
+    """A strategy whose rank 0 saves a checkpoint when its stage fails."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class SavesWhenStopped(DDPSpawnStrategy):
 
 
 class AsksToStop(pl.Callback):
-    """Sends a SIGTERM to the main process, as a scheduler does."""
+    """Sends a SIGTERM to the main process, like a scheduler."""
 
     def __init__(self) -> None:
         self.main_pid = os.getpid()
@@ -197,7 +197,7 @@ def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
     ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
     assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
     assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
-    # Before the first step of an epoch the loader is where the last epoch has ended.
+    # Before the first step of an epoch, the loader has the position of the end of the previous epoch.
     position = trainer.fit_loop.epoch_loop.batch_progress.current.ready or trainer.num_training_batches
     assert ours["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": position}]
     assert_same(ours, theirs)

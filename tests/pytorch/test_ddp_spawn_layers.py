@@ -1,4 +1,4 @@
-"""After a stage of ``ddp_spawn_ext`` the LightningModule's layers are what one process would have made of them."""
+"""After a stage of ``ddp_spawn_ext``, the LightningModule has the same layers as after a stage in one process."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support.models import (
 
 pytestmark = pytest.mark.processes
 
-# --- layers that are known late ---
+# --- layers that are created late ---
 
 
 class Lazy(MLP):
@@ -68,11 +68,11 @@ def test_parts_that_the_stage_removed_are_gone():
     assert (states[1]["net.0.weight"] == 0).sum() > 50
 
 
-# --- layers that are elsewhere afterwards ---
+# --- layers that are moved ---
 
 
 class Rearranged(WithBatchNorm):
-    """Its layers change place in ``setup``, once; a buffer of theirs is replaced in each step."""
+    """A model that moves its layers in ``setup``, once, and replaces a buffer of the layers in each step."""
 
     is_done = False
 
@@ -94,7 +94,7 @@ class Rearranged(WithBatchNorm):
         raise NotImplementedError
 
     def parts(self) -> tuple[Any, nn.Module]:
-        """The layers that hold the buffer, and all of them."""
+        """Returns the module with the buffer, and the module with all layers."""
         return self.net, self.net
 
     def forward(self, x):
@@ -109,7 +109,7 @@ class Rearranged(WithBatchNorm):
 
 
 def new_layer() -> nn.Linear:
-    """Without random numbers, which a worker may have others of."""
+    """Returns a layer without random numbers, because those of a worker may differ."""
     layer = nn.Linear(3, 3)
     nn.init.eye_(layer.weight)
     nn.init.zeros_(layer.bias)

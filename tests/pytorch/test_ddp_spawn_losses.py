@@ -1,4 +1,4 @@
-"""With ``ddp_spawn_ext`` no result is lost, and what cannot travel is named."""
+"""``ddp_spawn_ext`` loses no results, and names objects that cannot be transferred."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from tests.support.models import (
 
 
 class Unloadable:
-    """Can be sent, and not be received."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return fail_to_load, ()
@@ -77,7 +77,7 @@ def test_results_that_cannot_be_transferred_are_saved_and_the_error_names_the_fi
 
 
 class IsInterrupted(HasEverything):
-    """Gets a Ctrl-C in the middle of the results, as often as it is told."""
+    """A model whose main process receives SIGINT several times during the transfer of the results."""
 
     times = 1
 
@@ -95,7 +95,7 @@ class IsInterrupted(HasEverything):
 def usual_ctrl_c():
     handler = signal.getsignal(signal.SIGINT)
     yield
-    signal.signal(signal.SIGINT, handler)  # Lightning ignores it once it has seen one
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores further SIGINTs
 
 
 @pytest.mark.processes
@@ -230,7 +230,7 @@ def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
 
 
 class NeedsArgument:
-    """Can be pickled, and not be rebuilt."""
+    """An object that can be pickled, but not rebuilt."""
 
     def __new__(cls, value: int) -> "NeedsArgument":
         return object.__new__(cls)
@@ -243,7 +243,7 @@ REGISTRY = {}
 
 
 class InRegistry:
-    """Is found in what only the process has that made it."""
+    """An object that only the process that created it can look up."""
 
     def __init__(self) -> None:
         self.value = 0

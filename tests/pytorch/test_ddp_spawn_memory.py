@@ -1,4 +1,4 @@
-"""What a large model costs with ``ddp_spawn_ext``: no copy per worker that only reads it, little to bring it back."""
+"""Memory of a large model with ``ddp_spawn_ext``: workers share it unless they write; its return is cheap."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 class Large(MLP):
-    """128 MB that no step changes, unless asked to."""
+    """A model with 128 MB, which steps change only on request."""
 
     def __init__(self, changes: bool = False) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Large(MLP):
 
 
 class PrivateMemory(pl.Callback):
-    """Private memory of a worker, in bytes: pages that no other process shares."""
+    """Records the private memory of a worker in bytes, without pages that other processes share."""
 
     num_bytes = 0
 
@@ -53,7 +53,7 @@ def test_a_large_model_that_is_only_read_is_not_copied_into_each_worker():
 def test_a_forked_worker_copies_nothing_of_what_the_main_process_has():
     few, many = PrivateMemory(), PrivateMemory()
     spawn_trainer("ddp_fork_ext", callbacks=[few]).validate(MLP(), loader(), verbose=False)
-    objects = [[index] for index in range(1_000_000)]  # 88 MB, which a collection of garbage writes to
+    objects = [[index] for index in range(1_000_000)]  # 88 MB, to which a garbage collection writes
     spawn_trainer("ddp_fork_ext", callbacks=[many]).validate(MLP(), loader(), verbose=False)
     assert len(objects) == 1_000_000
     assert few.num_bytes > 0
@@ -81,7 +81,7 @@ def test_without_shared_memory_results_use_a_file_and_this_is_logged_once(monkey
 
     from lightning_strategies_ext.launch.transport import memory_files
 
-    monkeypatch.delattr(os, "memfd_create")  # as on a system that has none; forked workers have none either
+    monkeypatch.delattr(os, "memfd_create")  # as on a system without memfd_create, also in forked workers
     monkeypatch.setattr(memory_files, "_has_logged_fallback", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, expected = seeded(), seeded()

@@ -1,4 +1,4 @@
-"""After a stage of ``ddp_spawn_ext`` the user's objects are what one process would have made of them."""
+"""After a stage of ``ddp_spawn_ext``, the user's objects have the same state as after a stage in one process."""
 
 import random
 import threading
@@ -95,7 +95,7 @@ def test_objects_that_the_user_holds_are_updated(strategy, more):
 
 
 class Slotted:
-    """Has attributes in slots only, one of which is not always there."""
+    """An object with slots only; a stage deletes one of the attributes."""
 
     __slots__ = ("__hidden", "__weakref__", "steps", "was_there")
 
@@ -110,7 +110,7 @@ class Slotted:
 
 
 class SlottedAndMore(Slotted):
-    """And others, of which one goes and one comes."""
+    """An object with slots and other attributes; a stage deletes one attribute and creates another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class SlottedDict(dict):
 
 
 class Restoring:
-    """Takes its state as pickle gives it."""
+    """An object with ``__setstate__``."""
 
     __slots__ = ("restored", "steps")
 
@@ -186,7 +186,7 @@ def test_objects_with_slots_that_the_user_holds_are_updated(strategy):
 
 
 class HoldsData(MLP):
-    """What is large and does not change must not travel back."""
+    """Large unchanged objects must not be sent back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_what_has_not_changed_stays_where_it_is():
 
 
 class SwapsData(MLP):
-    """Gives its layer, and a tensor, the memory of others that have not changed."""
+    """A model that assigns the memory of unchanged tensors to its layer and to a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Objects that pickle themselves return from a stage of ``ddp_spawn_ext`` as pickle restores them, in place."""
+"""Objects with custom pickling return from a stage of ``ddp_spawn_ext`` as pickle restores them, in place."""
 
 import copyreg
 from typing import Any
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 class ChangesBack:
-    """Has a value that is pickled in another form, and one that is made of the others."""
+    """An object with a value that is pickled in a different form, and a value that is derived from other attributes."""
 
     def begin(self) -> None:
         self.generator = torch.Generator()
@@ -65,7 +65,7 @@ class PlainChangesBack(ChangesBack):
 
 
 class StateThroughProperty(pl.Callback):
-    """Its state is named as a property, and has no attribute's name."""
+    """A callback whose state has the name of a property, not of an attribute."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -145,7 +145,7 @@ class Slotted(pl.Callback):
 
 
 class Rebinds(pl.Callback):
-    """Gives its list another name, and itself a new one."""
+    """A callback that assigns its list to a different attribute, and creates a new list."""
 
     def __init__(self) -> None:
         self.current: list[int] = []

@@ -1,4 +1,4 @@
-"""``ddp_spawn_ext`` evaluates and predicts as one process does: every sample once, in order, on all ranks together."""
+"""``ddp_spawn_ext`` evaluates and predicts like one process: all samples once, in order, over all ranks."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def joined(predictions: list[Any]) -> Tensor:
 
 
 def test_samples_that_a_sampler_repeats_are_dropped():
-    """torch's own sampler makes all shares equal: 13 samples on 2 ranks are 14."""
+    """torch's sampler makes all shards equal: 13 samples on 2 ranks become 14."""
     trainer = spawn_trainer(use_distributed_sampler=False)
     predictions = trainer.predict(PredictsIndices(), datamodule=DealsOut())
     assert torch.equal(joined(predictions), first_feature(range(13)))

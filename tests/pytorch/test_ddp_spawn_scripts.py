@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 class NotesStart(pl.Callback):
-    """Writes a file when training is under way."""
+    """Writes a file during training."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -80,7 +80,7 @@ if __name__ == "__main__":
 
 
 def test_two_hosts_share_the_work_and_each_has_the_results(tmp_path):
-    """Two main processes, as on two hosts; both have all predictions."""
+    """Two main processes, as on two hosts; both main processes have all predictions."""
     script = tmp_path / "train.py"
     script.write_text(FIT_AND_PREDICT.replace("{kwargs}", "{'num_nodes': 2, 'devices': 1}"))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

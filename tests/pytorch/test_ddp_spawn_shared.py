@@ -1,4 +1,4 @@
-"""What processes share stays shared with the workers of ``ddp_spawn_ext``: memory, locks, events, queues."""
+"""Shared objects remain shared with the workers of ``ddp_spawn_ext``: memory, locks, events, queues."""
 
 import multiprocessing
 from typing import Any
@@ -22,7 +22,7 @@ def in_shared_memory(*shape: int) -> Tensor:
 
 
 class Cached(Dataset):
-    """Loads a sample once, whichever process asks for it."""
+    """A dataset that loads each sample once, in any process."""
 
     def __init__(self) -> None:
         self.cache, self.num_loads = in_shared_memory(SIZE, NUM_FEATURES), in_shared_memory(SIZE)
@@ -38,7 +38,7 @@ class Cached(Dataset):
 
 
 class Counts(WithBatchNorm):
-    """Counts in memory that is neither a parameter nor a buffer."""
+    """A model that counts in shared memory, which is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Counts(WithBatchNorm):
 
 
 class Notes(pl.Callback):
-    """Makes a note on each rank, in memory of all and in memory that the worker makes."""
+    """Writes on each rank to memory of all processes, and to memory that the worker creates."""
 
     def __init__(self, more: Any = None) -> None:
         self.ranks = {"seen": in_shared_memory(2)}
@@ -102,7 +102,7 @@ def test_ranks_train_copies_of_a_model_in_shared_memory(more):
 
 
 class Signals(pl.Callback):
-    """Uses one object of multiprocessing of each kind."""
+    """Uses one object of each kind from multiprocessing."""
 
     def __init__(self, context: Any) -> None:
         self.total, self.sums, self.raw = context.Value("i", 0), context.Array("d", 2), context.RawArray("i", 2)

@@ -1,4 +1,4 @@
-"""``ddp_spawn_ext`` continues stage after stage in the same workers, as in one process."""
+"""``ddp_spawn_ext`` runs several stages in the same workers, with the results of one process."""
 
 import csv
 import time
@@ -115,7 +115,9 @@ class CountsDescriptors(pl.Callback):
         self.counts: list[int] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.counts.append(min(map(num_descriptors, range(5))))  # threads may open and close some just now
+        self.counts.append(
+            min(map(num_descriptors, range(5)))
+        )  # threads may open and close descriptors at the same time
 
 
 def num_descriptors(_: int) -> int:
@@ -129,7 +131,7 @@ def test_workers_keep_nothing_of_the_stages_before():
     for _ in range(5):
         trainer.validate(model, loader(), verbose=False)
     after_first, *_, after_last = descriptors.counts[1:]
-    assert after_last <= after_first + 1  # and not one more for each stage
+    assert after_last <= after_first + 1  # less than one per stage
 
 
 def test_a_logger_continues_in_the_same_directory(tmp_path):

@@ -1,4 +1,4 @@
-"""What is not returned from a stage of ``ddp_spawn_ext`` is named in one warning per attribute."""
+"""``ddp_spawn_ext`` warns once about each attribute that it does not return from a stage."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 class Averages(pl.Callback):
-    """Makes what cannot be pickled when the stage starts."""
+    """Creates an attribute that cannot be pickled at the start of the stage."""
 
     def __init__(self) -> None:
         self.average = None
@@ -35,7 +35,7 @@ class HasLockFromSetup(MLP):
 
 
 class Changing(pl.Callback):
-    """Pickles its list as a copy once it has one."""
+    """A callback that pickles a copy of its list."""
 
     def __init__(self, history: Any = None) -> None:
         self.history = history

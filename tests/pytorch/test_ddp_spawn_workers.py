@@ -1,4 +1,4 @@
-"""The workers of ``ddp_spawn_ext``: how many there are, how long they stay, what they are sent once more."""
+"""The workers of ``ddp_spawn_ext``: their number, their lifetime, and repeated transfers."""
 
 import atexit
 import os
@@ -50,7 +50,7 @@ def test_a_search_over_many_trainers_has_the_workers_of_one():
         pids.update(trainer.strategy.launcher.pids)
         kept.append((model, trainer))
     assert len(pids) == 2
-    assert len(workers_of_this_process()) == 3  # and what they are forked from
+    assert len(workers_of_this_process()) == 3  # two workers and the fork server
     first = kept[0][1]
     first.fit_loop.max_epochs = 2
     first.fit(kept[0][0], loader())
@@ -181,7 +181,7 @@ def threads_for_child_processes() -> tuple[str | None, int]:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_processes_that_a_worker_starts_compute_in_as_many_threads(start_method, monkeypatch):
-    """As under Lightning's launchers, which set the variable. The main process and its later children keep theirs."""
+    """Workers have the variable that Lightning's launchers set. The main process and its later children do not."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method) as strategy:
         variable, num_threads = strategy.spawn(threads_for_child_processes)
@@ -207,7 +207,7 @@ def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(mo
             assert trainer.test(model, loader(), verbose=False)[0]["sum"] == model.samples.numel()
         assert max(written[:2]) >= model.samples.nbytes
         assert max(written[2:]) < 1 << 20
-        model.samples.numpy()[0, 0] = 3  # as no version counter sees
+        model.samples.numpy()[0, 0] = 3  # without a change of the version counter
         model.table[-1, -1] += 5
         metrics = trainer.test(model, loader(), verbose=False)[0]
         assert (metrics["sum"], metrics["table"]) == (model.samples.numel() + 2, model.table.size + 5)
@@ -215,7 +215,7 @@ def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(mo
         written.clear()
         other = spawn_trainer()
         other.test(model, loader(), verbose=False)
-        assert max(written) < 1 << 20  # a Trainer that takes the workers over takes that over too
+        assert max(written) < 1 << 20  # a Trainer that takes over the workers also takes over the cache
         assert (kept_by(strategy), kept_by(other.strategy)) == (0, model.samples.nbytes + model.table.nbytes)
     other.strategy.close()
     assert kept_by(other.strategy) == 0
@@ -234,11 +234,11 @@ class HoldsLargeData(MLP):
     def test_step(self, batch, batch_idx):
         self.log_dict({"sum": self.samples.sum(), "table": float(self.table.sum())})
         if self.global_rank == 1:
-            self.samples.zero_()  # stays in this worker
+            self.samples.zero_()  # remains in this worker
 
 
 class SlowToSend:
-    """Takes its time to be sent back, and says that it is at it."""
+    """An object whose pickling takes two seconds, and writes a file at its start."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The promise that ranks with different models are refused in `setup`, with the first difference named on each."""
+"""Ranks with different models raise an error in `setup`, with the first difference."""
 
 import inspect
 import signal
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 
 class Different(MLP):
-    """Differs on the last rank in one way."""
+    """A model with one difference on the last rank."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def stage(name: str, how: str, backend: str | None = None, devices: int = 2) -> 
 
 
 def errors(*args: Any, world_size: int = 2) -> list[str]:
-    """Errors of the ranks; on a busy machine, a rank that raises late may be terminated by the others."""
+    """Returns the errors of the ranks; on a busy machine, other ranks may terminate a rank that raises late."""
     outcomes = outcomes_of_ranks(stage, *args, world_size=world_size)
     assert all(outcome.error is not None and (outcome.exit_code != 0) for outcome in outcomes), outcomes
     errors = [outcome.error for outcome in outcomes if outcome.exit_code != -signal.SIGKILL]

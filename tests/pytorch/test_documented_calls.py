@@ -1,6 +1,6 @@
-"""Every call that the reference pages of Lightning's classes document is accepted by ours, with the same meaning.
+"""The strategies accept all calls that the reference pages of Lightning's classes document, with the same meaning.
 
-The pages are those of ``DDPSpawnPlugin`` (Lightning 1.5), ``ParallelStrategy`` and ``HorovodStrategy`` (1.7),
+The pages describe ``DDPSpawnPlugin`` (Lightning 1.5), ``ParallelStrategy`` and ``HorovodStrategy`` (1.7),
 ``DDPStrategy`` and Fabric's ``DataParallelStrategy`` (2.x).
 """
 
@@ -107,7 +107,7 @@ METHODS = [
 
 
 def calls_of(documented: inspect.Signature) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The ways to call it: as short as possible, everything by position, by keyword, and with what is left open."""
+    """Yields calls of a function: required arguments only, all by position, all by keyword, with other ``kwargs``."""
     parameters = [p for p in documented.parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     names = [p.name for p in parameters]
     kinds = {p.kind for p in documented.parameters.values()}

@@ -1,4 +1,4 @@
-"""What ``dp_ext`` promises of training: it is that of one process on whole batches, on however many replicas."""
+"""Training with ``dp_ext`` equals training in one process on whole batches, for any number of replicas."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ from tests.support.ranks import REPOSITORY, run_script
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 @each_way
 def test_training_equals_that_of_one_process_on_the_whole_batch(way, num_replicas):
-    # Batches of 10 and a last one of 4: uneven for 3 and 4 replicas.
+    # Batches of 10 samples and a last batch of 4: uneven for 3 and 4 replicas.
     assert_trains_alike(way(num_replicas))
 
 
@@ -42,7 +42,7 @@ def test_a_batch_with_fewer_samples_than_replicas_trains_alike():
 
 @cache
 def train_digits(strategy, devices, **kwargs):
-    # In double precision: Adam divides by gradients that are nearly zero, which magnifies what is rounded.
+    # In double precision: Adam divides by gradients that are nearly zero, which amplifies rounding.
     pl.seed_everything(1, verbose=False)
     with example_packages():
         from examples.digits import DigitsData, DigitsNet
@@ -56,7 +56,7 @@ def train_digits(strategy, devices, **kwargs):
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_digits_train_alike(num_replicas):
-    # Its batch normalization must use whole batches for that.
+    # Batch normalization must use whole batches for equal results.
     ours, theirs = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
     torch.testing.assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1], tolerance=1e-6)
@@ -74,7 +74,7 @@ def test_the_example_trains(tmp_path):
     assert float(row.split("│")[2]) > 0.9
 
 
-# --- what modules may be like ---
+# --- kinds of modules ---
 
 
 class Recurrent(MLP):
@@ -89,7 +89,7 @@ class Recurrent(MLP):
 
 
 class Tied(MLP):
-    """One weight in two layers, a penalty over all parameters, a bound method as an attribute."""
+    """A model with one weight in two layers, a penalty over all parameters, and a bound method as an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Tied(MLP):
 
 
 class Parametrized(MLP):
-    """Weights that are computed in each forward pass, in torch's two ways; activations that are computed again."""
+    """A model with computed weights, with both of torch's mechanisms, and with activation checkpointing."""
 
     def make_net(self):
         return nn.Sequential(

@@ -1,7 +1,7 @@
-"""What a step changes in the module: what is left is what one step on the whole batch leaves, or there is an error.
+"""Changes of module attributes in a step equal those of a step on the whole batch, or raise an error.
 
-The reference is the Trainer with one device on the same batches. Batches have 10 samples and the last one 4, for three
-replicas: parts are of different sizes.
+The reference is the Trainer with one device on the same batches. Batches have 10 samples, and the last batch has 4.
+With three replicas, the parts have different sizes.
 """
 
 import copy
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
 
 
 def with_attributes(update, **attributes):
-    """A model that does something to its attributes in each training step."""
+    """Returns a model class that updates its attributes in each training step."""
 
     class Model(MLP):
         def __init__(self):
@@ -206,7 +206,7 @@ def test_what_one_step_on_the_whole_batch_would_have_made_otherwise_is_refused(w
 
 
 class WithBuffers(MLP):
-    """Writes its buffers in each step."""
+    """A model that writes to its buffers in each step."""
 
     def __init__(self, update):
         super().__init__()
@@ -294,7 +294,7 @@ def test_a_number_that_may_count_samples_warns(update, place):
 
 
 class HidesModules(MLP):
-    """Has modules in lists: one that never changes, its own layers, itself; and a list of its parameters."""
+    """A model with modules in lists: a constant module, its layers, and itself; and a list of its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -320,7 +320,7 @@ def test_modules_in_lists_that_a_step_leaves_alone_do_no_harm(way):
     assert_close(state_of(train(way(3), HidesModules)[1]), state_of(train("auto", HidesModules)[1]))
 
 
-# --- metrics that are no submodules ---
+# --- metrics that are not submodules ---
 
 
 class HidesMetrics(MLP):

@@ -1,7 +1,7 @@
-"""Numbers that a step computes from its part of the batch and gives to a metric, or logs: the batch's, or refused.
+"""Numbers that a step computes from its part of the batch: metrics and logs use those of the batch, or reject them.
 
-The reference is the Trainer with one device on the same batches. Batches have 10 samples and the last one 4, for three
-replicas: parts are of different sizes.
+The reference is the Trainer with one device on the same batches. Batches have 10 samples, and the last batch has 4.
+With three replicas, the parts have different sizes.
 """
 
 import re
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
 
 
 class Squared(Metric):
-    """A metric of a user's own whose update takes sums and counts."""
+    """A user's metric whose update accepts sums and counts."""
 
     full_state_update = False
 
@@ -51,7 +51,7 @@ class Squared(Metric):
 
 
 class Scaled(Squared):
-    """Takes rows, a number that is a setting, and a switch."""
+    """A metric whose update accepts rows, a numeric setting, and a flag."""
 
     def update(self, values, scale=1.0, *, negated=False):
         if negated:
@@ -61,7 +61,7 @@ class Scaled(Squared):
 
 
 class Averages(Squared):
-    """Cannot tell that it is given means."""
+    """A metric whose arguments are means, which the strategy cannot detect."""
 
     def update(self, mean):
         self.total += mean
@@ -69,7 +69,7 @@ class Averages(Squared):
 
 
 class Keeps(Metric):
-    """Keeps what it is given."""
+    """A metric that stores its arguments."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Keeps(Metric):
 
 
 class Decays(Metric):
-    """Its state depends on the order of what it is given."""
+    """A metric whose state depends on the order of updates."""
 
     full_state_update = True
 
@@ -154,7 +154,7 @@ UPDATES = {
 
 
 class UpdatesAll(MLP):
-    """Updates a metric in each way, in each step, and keeps the values."""
+    """A model that updates metrics in several ways in each step, and stores the values."""
 
     def __init__(self):
         super().__init__()
@@ -259,7 +259,7 @@ WEIGHTS = {
 
 
 class Weighs(MLP):
-    """Logs means, and updates a metric with them, with weights of one kind."""
+    """A model that logs means and updates a metric with means, with one kind of weights."""
 
     def __init__(self, weigh):
         super().__init__()
@@ -277,7 +277,7 @@ class Weighs(MLP):
         return self.loss(batch)
 
 
-# Where a batch has fewer samples than replicas, what changes from batch to batch may be either: see the next test.
+# If a batch has fewer samples than replicas, the kind of a changing weight is ambiguous: see the next test.
 CASES = [
     pytest.param(weigh, num_samples, id=f"{name}: {parts}")
     for name, weigh in WEIGHTS.items()
@@ -348,11 +348,11 @@ def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
     assert len([warning for warning in caught if re.match(text, str(warning.message))]) == 1
 
 
-# --- losses that are means over other things than samples ---
+# --- losses that are means over tokens or classes ---
 
 
 def token_loss(model, x, y, i):
-    """Samples of two classes, of which the replicas have different numbers."""
+    """A model with samples of two classes, which are distributed unevenly over the replicas."""
     return nn.functional.cross_entropy(model.net(x), y, ignore_index=2)
 
 
@@ -361,7 +361,7 @@ def two_terms(model, x, y, i):
 
 
 class OfTokens(MLP):
-    """Logs its loss with the number of its tokens as `batch_size`."""
+    """A model that logs its loss with the number of tokens as `batch_size`."""
 
     def __init__(self, loss, is_automatic=True):
         super().__init__()
@@ -406,7 +406,7 @@ def test_a_mean_over_samples_does_not_warn_in_parts_of_different_sizes():
     assert_trains_alike("dp_ext", Plain, devices=3, data=loader(21, batch_size=8))
 
 
-# --- numbers that are logged ---
+# --- logged numbers ---
 
 
 class Logs(MLP):

@@ -1,4 +1,4 @@
-"""Optimizers, gradients and precision under ``dp_ext`` are those of one device on the whole batch."""
+"""Optimizers, gradients, and precision with ``dp_ext`` equal those of one device on the whole batch."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_several_optimizers_step_alike_under_manual_optimization(way):
 
 
 class Gan(MLP):
-    """What a GAN's training step does: two toggled optimizers, schedulers, clipping, a loss from new weights."""
+    """A GAN: two toggled optimizers, schedulers, clipping, and a loss from updated weights."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Gan(MLP):
             self.clip_gradients(generator, 0.5, "norm")
             generator.step()
         self.toggle_optimizer(critic)
-        score = self.critic(self.net(batch[0]).detach()).mean()  # with the generator's new weights
+        score = self.critic(self.net(batch[0]).detach()).mean()  # with the updated weights of the generator
         critic.zero_grad()
         self.manual_backward(score)
         critic.step()
@@ -80,7 +80,7 @@ class WithClosure(MLP):
 
 @each_way
 def test_a_closure_runs_in_all_replicas_as_often_as_the_optimizer_asks(way):
-    assert_trains_alike(way(2), WithClosure, precision="64-true")  # L-BFGS magnifies what is rounded
+    assert_trains_alike(way(2), WithClosure, precision="64-true")  # L-BFGS amplifies rounding
 
 
 class WithLbfgs(MLP):

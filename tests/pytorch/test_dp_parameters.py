@@ -1,4 +1,4 @@
-"""What a step of ``dp_ext`` may write to a module's parameters and buffers: as with one device, or refused."""
+"""Steps of ``dp_ext`` that write to parameters and buffers: the results of one device, or an error."""
 
 import copy
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
 
 
 class WithTarget(MLP):
-    """Has a target network, which follows the trained one."""
+    """A model with a target network, which follows the trained network."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class FollowsAfterBackward(WithTarget):
 
 
 class RenormsEmbeddings(MLP):
-    """Its embedding writes to the rows that it looks up."""
+    """A model whose embedding writes to the rows of each lookup."""
 
     def make_net(self):
         return nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Flatten(), nn.Linear(4 * NUM_FEATURES, NUM_CLASSES))
@@ -128,7 +128,7 @@ def test_what_runs_once_may_write_to_parameters(make_model):
 
 
 class Parametrized(MLP):
-    """Torch's parametrizations: with buffers that each forward pass updates, with weights that are computed."""
+    """A model with torch's parametrizations: buffers that forward passes update, and computed weights."""
 
     def make_net(self):
         return nn.Sequential(

@@ -1,4 +1,4 @@
-"""What ``dp_ext`` refuses, with what words and when; and what it leaves when a replica fails."""
+"""Errors of ``dp_ext``: their messages and times; and the state after the failure of a replica."""
 
 import signal
 import sys
@@ -67,7 +67,7 @@ def with_step(step):
 
 
 class UpdatesByNumber(MLP):
-    """A metric made of two, as libraries log."""
+    """A composition of two metrics, as some libraries log."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(w
 
 
 class FailsInBackward(MLP):
-    """Handles the failure itself, as a step does that runs out of memory."""
+    """A model whose step handles a failure, as after running out of memory."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``dp_ext`` promises of results: logged values, metrics, outputs and attributes are those of the whole batch.
+"""Results of ``dp_ext``: logged values, metrics, outputs, and attributes are those of the whole batch.
 
 The reference is the Trainer with one device on the same batches.
 """
@@ -81,7 +81,7 @@ def test_several_dataloaders_log_under_their_names(way):
 
 
 class LogsInSome(MLP):
-    """Logs in those replicas only whose part has a certain class."""
+    """A model that logs only in replicas whose part contains a certain class."""
 
     def training_step(self, batch, batch_idx):
         if (batch[1] == 0).any():
@@ -113,7 +113,7 @@ def test_what_a_hook_logs_in_the_backward_pass_is_not_lost():
 
 
 class WithMetrics(MLP):
-    """Metrics whose states are sums, lists, running moments; a window; a collection; some inside a list."""
+    """A model with metrics whose states are sums, lists, running moments; a window; a collection; a list of metrics."""
 
     def __init__(self):
         super().__init__()
@@ -185,12 +185,12 @@ class LogsACollection(MLP):
 
 @each_way
 def test_a_logged_collection_and_its_members_are_updated_once(way):
-    # Updating a member of a collection by itself, and after compute groups are formed, is asking for trouble; here it
-    # has the trouble that it has with one process.
+    # An update of a single member of a collection with compute groups has unexpected results, which must equal the
+    # results in one process.
     assert_logs_alike(way, LogsACollection)
 
 
-# --- what steps return ---
+# --- outputs of steps ---
 
 
 @dataclass
@@ -233,7 +233,7 @@ def test_predictions_are_those_of_the_whole_batch_in_order(way):
 
 
 class MakesClasses(MLP):
-    """As libraries do that name what a network returns."""
+    """A model whose step creates a class for its outputs, like some libraries."""
 
     def predict_step(self, batch, batch_idx):
         if not hasattr(self, "output"):
@@ -308,7 +308,7 @@ def test_a_step_that_all_replicas_skip_is_skipped():
 
 
 class Collects(MLP):
-    """The pattern of Lightning's own migration guide, and a counter."""
+    """A model with the pattern of Lightning's migration guide, and a counter."""
 
     def __init__(self):
         super().__init__()

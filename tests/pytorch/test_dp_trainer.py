@@ -1,4 +1,4 @@
-"""What happens around the steps of ``dp_ext``: hooks, checkpoints and loggers of one process, names, batches."""
+"""The environment of the steps of ``dp_ext``: hooks, checkpoints, and loggers of one process; names; batches."""
 
 import logging
 import threading
@@ -20,7 +20,7 @@ from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, loader, ma
 
 
 class CountsHooks(pl.Callback):
-    """Counts the calls of a module's hooks and of its own."""
+    """A callback that counts its calls and the calls of the module's hooks."""
 
     def __init__(self):
         self.calls = Counter()
@@ -156,12 +156,12 @@ def test_fit_twice_and_no_thread_is_left():
     assert_close(*map(state_of, models))
 
 
-# --- the name that Lightning 2 has dropped ---
+# --- the name that Lightning 2 removed ---
 
 
 def test_the_old_name_works_and_the_log_names_its_provider(caplog):
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(caplog.handler)  # what it says goes no further where Lightning has handlers of its own
+    logger.addHandler(caplog.handler)  # its messages do not propagate if Lightning has handlers
     try:
         with caplog.at_level("INFO", logger.name):
             assert_trains_alike("dp", devices=2)

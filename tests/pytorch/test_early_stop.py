@@ -1,4 +1,4 @@
-"""``trainer.should_stop``: set on one rank, it stops all before the same step; on all, as with Lightning's ddp."""
+"""``trainer.should_stop`` on one rank stops all ranks before the same step; on all ranks, as with Lightning's ddp."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ NUM_BATCHES = 4  # per epoch and rank
 
 
 class Sets(Callback):
-    """Sets the attribute in a hook, on some ranks, after two steps of the second epoch; records what happens."""
+    """Sets the attribute in a hook, on some ranks, after two steps of the second epoch; records the steps."""
 
     def __init__(self, place: str, ranks: tuple[int, ...], slow_rank: int | None = None) -> None:
         self.place, self.ranks, self.slow_rank = place, ranks, slow_rank
@@ -59,7 +59,7 @@ def train(strategy: str, *callbacks: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def set_on_all() -> list[tuple[str, Any, Any]]:
-    """Returns each case with what happens with this package, and with Lightning's ddp."""
+    """Returns each case with the records with this package's strategy and with Lightning's ddp."""
     cases: list[tuple[str, Any, Any]] = []
     for place in PLACES:
         for kwargs in ({}, {"min_epochs": 3}, {"min_steps": 9}):

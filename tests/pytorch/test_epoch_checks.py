@@ -1,4 +1,4 @@
-"""After each epoch, ranks compare learning rates and what else must be equal; an error names the difference."""
+"""After each epoch, ranks compare learning rates and other values that must be equal; an error names the difference."""
 
 import re
 from typing import Any

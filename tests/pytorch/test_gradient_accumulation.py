@@ -1,6 +1,6 @@
-"""Gradient accumulation under ``ddp_ext``: one exchange per window, on its last micro-batch, whatever ends the window.
+"""Gradient accumulation with ``ddp_ext``: one exchange per window, in its last micro-batch.
 
-Exchanges are counted where they happen: torch's profiler records every all-reduce that DDP's reducer starts.
+Torch's profiler counts the all-reduces that DDP's reducer starts.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 
 class CountExchanges(pl.Callback):
-    """Notes, per micro-batch, how many all-reduces of gradients it ran."""
+    """Records the number of all-reduces of gradients in each micro-batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -32,13 +32,13 @@ class CountExchanges(pl.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.profiler.__exit__(None, None, None)
-        # As they are called: gloo's own events come from its threads, and may come too late.
+        # Events of the calls: gloo's events are from its threads, and may be late.
         names = ("c10d::allreduce_", "shm:all_reduce")
         self.counts.append(sum(event.name in names for event in self.profiler.events()))
 
 
 def count_exchanges(make_kwargs: Callable[[], dict[str, Any]]) -> tuple[list[int], dict, dict]:
-    """One rank: exchanges per micro-batch with ours, and the weights with ours and with stock."""
+    """Trains on one rank; returns the exchanges per micro-batch, and the weights with both strategies."""
     count = CountExchanges()
     kwargs = make_kwargs()
     _, ours = fit("ddp_ext", **{**kwargs, "callbacks": [count, *kwargs.get("callbacks", [])]})
@@ -135,7 +135,7 @@ def test_resuming_inside_a_window_ends_it_where_it_would_have_ended(tmp_path):
 
 
 class ManualAccumulation(MLP):
-    """Two optimizers over two halves; gradients are exchanged on every second micro-batch only."""
+    """A model with an optimizer per half, which exchanges gradients in every second micro-batch only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,12 +166,12 @@ def test_manual_optimization_exchanges_where_the_user_requests_it():
     for counts, ours, theirs in run_ranks(accumulate_by_hand):
         assert counts[::2] == [0] * 4
         assert len(set(counts[1::2])) == 1
-        assert counts[1] >= 2  # one per optimizer, and the map of unused parameters
+        assert counts[1] >= 2  # one exchange per optimizer, and one of the bitmap of unused parameters
         assert_same_bits(ours, theirs)
 
 
 class NoteGradients(pl.Callback):
-    """The gradients and the batches of each window, as the optimizer sees them."""
+    """Records the gradients and the batches of each window, before the optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -192,7 +192,7 @@ def note_gradients() -> tuple[list[dict], list[list[Any]]]:
 
 
 def test_gradients_are_those_of_the_whole_batch_in_one_process():
-    """Checked for the first window, whose weights are the initial ones."""
+    """The test checks the first window, which has the initial weights."""
     (gradients, batches), (other_gradients, other_batches) = run_ranks(note_gradients)
     pl.seed_everything(11, verbose=False)
     model = MLP()

@@ -1,7 +1,7 @@
-"""What ``horovod_ext`` promises, on ranks that ``horovodrun``, ``mpirun`` or ``fit`` itself has really started.
+"""``horovod_ext`` on ranks that ``horovodrun``, ``mpirun``, or ``fit`` has started.
 
-Starting ranks takes seconds, so each launcher is asked once for all that tests could want to see (``everything``), and
-the tests look at what the ranks have returned. The reference is ``ddp_ext`` on as many ranks.
+The start of ranks takes seconds, so each launcher runs once for all tests (``everything``), and the tests check the
+returned values. The reference is ``ddp_ext`` on the same number of ranks.
 """
 
 import os
@@ -48,11 +48,11 @@ pytestmark = pytest.mark.processes
 LAUNCHERS = ("horovodrun", "mpirun")
 
 
-# --- what ranks do; the same functions run with ddp_ext ---
+# --- functions of ranks, which also run with ddp_ext ---
 
 
 class Accumulates(MLP):
-    """Manual optimization: two backward passes per step, the first of them kept local."""
+    """Manual optimization with two backward passes per step, of which the first exchanges no gradients."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Accumulates(MLP):
 
 
 class Freezes(MLP):
-    """The first layer is frozen in the first epoch."""
+    """A model whose first layer is frozen in the first epoch."""
 
     def on_train_epoch_start(self):
         self.net[0].requires_grad_(self.current_epoch > 0)
@@ -93,7 +93,7 @@ class WithMetrics(MLP):
         self.ranks = [MeanMetric(), {"deeper": MeanMetric()}]
 
     def on_validation_start(self):
-        self.ranks.append(MeanMetric())  # the stage has begun
+        self.ranks.append(MeanMetric())  # during the stage
 
     def validation_step(self, batch, batch_idx):
         logits = self.net(batch[0])
@@ -148,7 +148,7 @@ def train_all(strategy: str) -> dict[str, Any]:
     model = WithMetrics()
     trainer = make_trainer(strategy, callbacks=[OwnsMetric()])
     metrics = trainer.validate(model, loader(26, batch_size=4), verbose=False)[0]
-    assert model.accuracy.dist_sync_fn is None  # as it was
+    assert model.accuracy.dist_sync_fn is None  # not changed
     return {"weights": weights, "metrics": metrics}
 
 
@@ -228,7 +228,7 @@ def fit_twice() -> list[Any]:
 
 
 class OfBothRanks(Sampler[int]):
-    """What the samplers of two ranks give, four samples of one and four of the other in turn."""
+    """A sampler with the samples of two ranks: four samples of each rank in turn."""
 
     def __init__(self):
         self.samplers = [DistributedSampler(dataset(), 2, rank, shuffle=True, seed=11) for rank in range(2)]
@@ -367,10 +367,10 @@ def test_fit_starts_its_own_ranks():
         assert_close(weights, reference()["weights"]["plain"])
 
 
-@pytest.mark.forked  # some of the variables stay
+@pytest.mark.forked  # some of the variables remain set
 @pytest.mark.parametrize(("of_user", "expected"), [(None, "1800"), ("7", "7")])
 def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected):
-    """After Horovod's half a minute the first one would be aborted, while others import torch from a slow disk."""
+    """With Horovod's timeout of 30 s, the first rank would abort while other ranks import torch from a slow disk."""
     monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
     if of_user is not None:
@@ -381,7 +381,7 @@ def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected
 
 
 def test_ranks_that_a_script_starts_afterwards_find_each_other():
-    """Each would take itself for the only one, by the script's variables, and train alone."""
+    """With the variables of the script, each rank would be the only rank of its own job."""
     assert run_horovod("python", ranks_that_are_started_afterwards, num_ranks=1) == [["0 of 2", "1 of 2"]]
 
 

@@ -1,4 +1,4 @@
-"""Under ``horovod_ext`` checkpoints are those of ``ddp_ext``, and callbacks and prediction work."""
+"""``horovod_ext`` writes the checkpoints of ``ddp_ext``, and supports callbacks and prediction."""
 
 import tempfile
 from functools import partial
@@ -33,7 +33,7 @@ def half(strategy: str, directory: str) -> None:
 
 
 def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
-    pl.seed_everything(11, verbose=False)  # which is also that of the sampler
+    pl.seed_everything(11, verbose=False)  # also the seed of the sampler
     model = MLP()
     nn.init.zeros_(model.net[0].weight)
     trainer = make_trainer(strategy, max_epochs=4)
@@ -42,7 +42,7 @@ def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
 
 
 class Buffers(WithBatchNorm):
-    """Returns what buffers were in each validation step, and adds what only this rank has to one of its own."""
+    """A model that records its buffers in each validation step, and has a buffer that is not broadcast."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Buffers(WithBatchNorm):
 
 
 class Cache(Buffers):
-    """Has a buffer whose size is another on each rank."""
+    """A model with a buffer of a different size on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -76,12 +76,12 @@ class Cache(Buffers):
 
 
 def buffers(strategy: Any, make_model: Any = Buffers, **kwargs: Any) -> list[dict[str, torch.Tensor]]:
-    """The buffers of a rank in each validation step of ``fit``, and after a checkpoint."""
+    """Returns the buffers of a rank in each validation step of ``fit``, and after a checkpoint."""
     pl.seed_everything(11, verbose=False)
     model, trainer = make_model(), make_trainer(strategy, val_check_interval=4, **kwargs)
     trainer.fit(model, loader(), loader(8))
     with tempfile.TemporaryDirectory() as directory:
-        if trainer.is_global_zero:  # as with Lightning's, the other ranks need not take part in this
+        if trainer.is_global_zero:  # as with Lightning's strategy, this is not a collective
             trainer.strategy.save_checkpoint({}, f"{directory}/of_rank_0.ckpt")
         trainer.save_checkpoint(f"{directory}/a.ckpt")
     return [*model.found, {name: buffer.clone() for name, buffer in model.named_buffers()}]
@@ -102,7 +102,7 @@ def buffers_in_each_way(strategy: str) -> dict[str, Any]:
 def test_broadcast_buffers_are_those_of_ddp_and_rank_0s_are_evaluated_and_saved():
     expected = run_ranks(buffers_in_each_way, "ddp_ext")
     ours = run_horovod("horovodrun", buffers_in_each_way, "horovod_ext")
-    for way, theirs in expected[0].items():  # on other ranks, DDP leaves the last step's buffers as they are
+    for way, theirs in expected[0].items():  # on other ranks, DDP does not update the buffers of the last step
         for found, right in zip(ours[0][way], theirs, strict=True):
             assert_close(found, right)
     for way in ours[0]:

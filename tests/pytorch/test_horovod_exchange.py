@@ -1,4 +1,4 @@
-"""What ``horovod_ext`` exchanges: each gradient once per window of accumulation, or steps with Adasum."""
+"""Exchanges of ``horovod_ext``: each gradient once per accumulation window, or steps with Adasum."""
 
 import json
 import os
@@ -36,7 +36,7 @@ WINDOWS: dict[str, tuple[Any, dict[str, Any], int]] = {
 
 
 def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
-    """How often each gradient was exchanged, by Horovod's own timeline."""
+    """Returns the number of exchanges of each gradient, from Horovod's timeline."""
     import horovod.torch as hvd
 
     kwargs = {"max_epochs": 1, **kwargs}
@@ -56,7 +56,7 @@ def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
         time.sleep(0.02)
     events = json.loads(path.read_text())
     names = {event["pid"]: event["args"].get("name", "") for event in events if event.get("name") == "process_name"}
-    assert not any("uneven_inputs" in name for name in names.values())  # nothing travels where batches are counted
+    assert not any("uneven_inputs" in name for name in names.values())  # counting batches needs no exchange
     counts = Counter(names.get(event["pid"], "") for event in events if event.get("name") == "ALLREDUCE")
     gradients = {name: count for name, count in counts.items() if ".gradient." in name}
     assert len(gradients) == 4
@@ -65,7 +65,7 @@ def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
 
 
 def count_all_exchanges(directory: str) -> dict[str, int]:
-    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod starts a thread for it, which keeps a core of rank 0's busy
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod starts a thread for it, which occupies a core of rank 0
     return {
         name: count_exchanges(make_model, kwargs, Path(directory, f"{place}.json"))
         for place, (name, (make_model, kwargs, _)) in enumerate(WINDOWS.items())
@@ -77,11 +77,11 @@ def test_gradients_are_exchanged_once_per_window(tmp_path):
     assert counts == {name: expected for name, (_, _, expected) in WINDOWS.items()}
 
 
-# --- which gradients are exchanged, and when ---
+# --- exchanged gradients, and the time of the exchange ---
 
 
 class Spectral(MLP):
-    """Has a complex parameter, whose gradient is a conjugated view."""
+    """A model with a complex parameter, whose gradient is a conjugated view."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Spectral(MLP):
 
 
 class Excludes(MLP):
-    """Each rank trains a bias of its own."""
+    """A model with a separate bias on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Excludes(MLP):
 
 
 class Probes(MLP):
-    """Computes gradients in a hook, of which the optimizer sees none."""
+    """A model that computes gradients in a hook and discards them."""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.loss(batch).backward()
@@ -119,10 +119,10 @@ class BackwardByHand(MLP):
 
 
 class EditsGradients(MLP):
-    """Edits gradients in `backward` and in `on_after_backward`; what comes out depends on whose gradients they see."""
+    """A model that edits gradients in `backward` and in `on_after_backward`, before and after the exchange."""
 
     def loss(self, batch):
-        hidden = checkpoint(self.net[:2], batch[0].requires_grad_(), use_reentrant=True)  # a pass within the pass
+        hidden = checkpoint(self.net[:2], batch[0].requires_grad_(), use_reentrant=True)  # a nested backward pass
         return functional.cross_entropy(self.net[2](hidden), batch[1])
 
     def backward(self, loss):
@@ -139,7 +139,7 @@ class EditsGradients(MLP):
 
 
 class EditsManually(EditsGradients):
-    """A rank has no gradient of one parameter, and computes those of a loss that the strategy does not know."""
+    """A model with a rank that has no gradient of one parameter, and with a backward pass outside of the strategy."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class EditsManually(EditsGradients):
 
 
 class Toggles(MLP):
-    """Toggles an optimizer after the forward pass."""
+    """A model that toggles an optimizer after the forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ class GivesNone(MLP):
 
 
 class Twice(MLP):
-    """Two backward passes of a half each in place of one."""
+    """A model with two backward passes, each through half of the loss, instead of one backward pass."""
 
     def backward(self, loss):
         (loss / 2).backward(retain_graph=True)
@@ -209,7 +209,7 @@ class Twice(MLP):
 
 
 class GoesOnAfterException(MLP):
-    """Catches an exception of a backward pass that has computed the gradients of the last layer."""
+    """A model that catches an exception of a backward pass after the gradients of the last layer."""
 
     automatic_optimization = False
 
@@ -267,7 +267,7 @@ def test_complex_excluded_local_edited_and_toggled_gradients_are_exchanged_as_by
 
 
 class SpectralExcludes(Spectral, Excludes):
-    """A complex parameter and one of each rank's own."""
+    """A model with a complex parameter, and with a separate parameter on each rank."""
 
 
 def adasum() -> list[Any]:
@@ -292,7 +292,7 @@ def test_adasum_without_mpi_is_refused():
 
 
 class Pause(torch.autograd.Function):
-    """Lets an exchange end within the backward pass."""
+    """Delays the backward pass, so that an exchange ends during it."""
 
     @staticmethod
     def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -305,7 +305,7 @@ class Pause(torch.autograd.Function):
 
 
 class SharesMemory(pl.LightningModule):
-    """The gradient of the offset refers to the memory of that of the hidden values."""
+    """A model in which the gradient of the offset shares memory with the gradient of the hidden values."""
 
     def __init__(self) -> None:
         super().__init__()

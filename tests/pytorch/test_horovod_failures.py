@@ -1,4 +1,4 @@
-"""A signal or an exception on one rank of ``horovod_ext`` ends all ranks."""
+"""A signal or an exception on one rank of ``horovod_ext`` makes all ranks exit."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def begin_while_another_is_lost(path: Path) -> str:
     import horovod.torch as hvd
 
     with path.open("r+b") as file:
-        said = mmap(file.fileno(), 2)  # which can be read without giving Python's lock away
+        said = mmap(file.fileno(), 2)  # can be read without releasing the GIL
     launch, connections = LaunchInfo.from_environment(), set()
     assert launch is not None
     with record_connections(connections):
@@ -89,8 +89,8 @@ def begin_while_another_is_lost(path: Path) -> str:
         shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in connections)
         said[1] = 1
         return "left"
-    time.sleep(0.1)  # Horovod's thread lets go of what has been reduced
-    sys.setswitchinterval(60)  # the thread with the GIL keeps it, and Horovod's thread waits
+    time.sleep(0.1)  # Horovod's thread releases the reduced tensors
+    sys.setswitchinterval(60)  # this thread keeps the GIL, and Horovod's thread waits
     for number in range(8):
         hvd.allreduce_async(torch.ones(1), name=f"begun {number}")
     said[0] = 1
@@ -100,7 +100,7 @@ def begin_while_another_is_lost(path: Path) -> str:
     while time.monotonic() < is_noticed_at:
         pass
     try:
-        for number in range(10_000):  # up to 100 s: a busy machine detects it later
+        for number in range(10_000):  # up to 100 s, because a busy machine detects the loss later
             hvd.allreduce_async(torch.ones(1), name=f"another {number}")
             time.sleep(0.01)
     except hvd.HorovodInternalError as error:
@@ -109,7 +109,7 @@ def begin_while_another_is_lost(path: Path) -> str:
 
 
 def test_a_rank_that_starts_an_operation_while_another_is_lost_receives_the_error(tmp_path):
-    """Two locks: Horovod's, under which its thread lets go of tensors, and Python's, which is needed for that."""
+    """Horovod's thread needs two locks to release tensors: Horovod's lock and the GIL."""
     path = tmp_path / "said"
     path.write_bytes(bytes(2))
     first, second = run_horovod("horovodrun", begin_while_another_is_lost, path)
@@ -131,5 +131,5 @@ def shut_down_at_once() -> list[bool]:
 
 
 def test_threads_that_shut_it_down_at_once_all_return():
-    """The monitor thread does so when another rank hangs, the training thread after its collective was aborted."""
+    """The monitor thread shuts down when another rank hangs, the training thread after the abort of its collective."""
     assert run_ranks(shut_down_at_once, world_size=1) == [[False] * 9]

@@ -1,4 +1,4 @@
-"""What ``horovod_ext`` refuses, with what words."""
+"""Errors of ``horovod_ext``, and their messages."""
 
 import subprocess
 from functools import partial

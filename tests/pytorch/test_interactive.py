@@ -1,4 +1,4 @@
-"""In a notebook or at a prompt, strategies that need a script are refused with the names of ours that do not."""
+"""Notebooks and prompts reject strategies that need a script; the error names strategies that work there."""
 
 import subprocess
 import sys

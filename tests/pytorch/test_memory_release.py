@@ -1,4 +1,4 @@
-"""After ``fit`` nothing holds the model in DDP, and with it a copy of all gradients and the process group."""
+"""After ``fit``, no reference to the DDP module remains, which would hold a copy of all gradients."""
 
 import gc
 
@@ -40,7 +40,7 @@ def models_left_by_fit() -> dict[str, int]:
         num_samples = 48 - 16 * trainer.global_rank * ("uneven_inputs" in arguments)
         trainer.fit(MLP(), loader(num_samples), loader())
         left[name] = models_in_ddp()
-        kept.append(trainer)  # as users do
+        kept.append(trainer)  # like users
     return left
 
 

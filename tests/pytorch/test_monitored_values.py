@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class OtherRanks(LocalCollectives):
-    """Collectives of one of several ranks, whose values are given."""
+    """Collectives of one rank, with given values of all ranks."""
 
     def __init__(self, rank: int, values: list[dict[str, Any]], names: list[str]) -> None:
         super().__init__(rank, len(values))
@@ -43,7 +43,7 @@ class OtherRanks(LocalCollectives):
 
 
 def share(values: list[dict[str, Any]], *others: str, monitor: str | None = "auc") -> list[dict[str, Any]]:
-    """Returns what each rank reads."""
+    """Returns the value that each rank reads."""
     names = [*dict.fromkeys([*([monitor] if monitor else []), *others])]
     read = []
     for rank, own in enumerate(values):

@@ -1,4 +1,4 @@
-"""A module without a parameter that is to be trained is refused as soon as that is known, and no sooner."""
+"""A module without trainable parameters raises an error as soon as this is certain, and not earlier."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count(
 
 
 class Frozen(MLP):
-    """No parameter requires a gradient."""
+    """A module whose parameters require no gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_a_model_with_nothing_to_train_is_refused_before_a_worker_starts(strateg
 
 
 def fit_alone(make_model: Callable[[], Frozen], callbacks: list[Callback]) -> int | str:
-    """Trains for one step in one process; returns how many steps were done, or why none."""
+    """Trains for one step in one process; returns the number of steps, or the error."""
     trainer = make_trainer("ddp_ext", devices=1, max_steps=1, callbacks=callbacks)
     model = make_model()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)

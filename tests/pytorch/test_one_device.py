@@ -29,7 +29,7 @@ class Counting(MLP):
 
 
 class ValidatesOnRankZero(Callback):
-    """Validates with a Trainer of its own at the end of the epoch, within ``fit``."""
+    """Validates with a separate Trainer at the end of the epoch, during ``fit``."""
 
     count = -1.0
 

@@ -1,4 +1,4 @@
-"""A strategy that a user wrote for Lightning's ``ParallelStrategy`` trains on ours, with the same result."""
+"""A user's strategy based on Lightning's ``ParallelStrategy`` has equal results with this package's base class."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """What such a strategy needs on either base: this rank's device and number, and equal gradients."""
+    """The parts of a strategy for both base classes: the device and the rank of this process, and equal gradients."""
 
     is_distributed = True
     root_device = CPU
@@ -38,7 +38,7 @@ class Ranks:
 
 
 class OverAStore(Ranks):
-    """Has collectives of its own, by writing into a store and reading there, and no process group."""
+    """A strategy whose collectives use a store, without a process group."""
 
     store: Any = None
     num_exchanges = 0
@@ -55,7 +55,7 @@ class OverAStore(Ranks):
         return [pickle.loads(self.store.get(f"{self.num_exchanges}/{rank}")) for rank in range(self.world_size)]
 
     def leave(self) -> None:
-        """The store ends with rank 0, which the others may still have something to ask."""
+        """Keeps rank 0, which serves the store, until all ranks have left."""
         self.store.set(f"{self.global_rank} has left", "")
         if self.is_global_zero:
             self.store.wait([f"{rank} has left" for rank in range(self.world_size)])
@@ -77,7 +77,7 @@ class OverAStore(Ranks):
 
 
 class WithoutCollectives(Ranks):
-    """Joins a process group and leaves the rest to its base, which on Lightning's is not enough."""
+    """Joins a process group and inherits the collectives, which Lightning's base class does not have."""
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -86,7 +86,7 @@ class WithoutCollectives(Ranks):
 
 
 class WrapsInDDP(WithoutCollectives):
-    """Lets torch's DDP exchange gradients, and counts how often."""
+    """Exchanges gradients with torch's DDP, and counts the exchanges."""
 
     num_exchanges = 0
 
@@ -100,14 +100,14 @@ class WrapsInDDP(WithoutCollectives):
         return allreduce_hook(state, bucket)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """DDP has done it."""
+        """Does nothing: DDP has exchanged the gradients."""
 
-    reduce = broadcast = lambda self, value, *args, **kwargs: value  # Lightning's base asks for them
+    reduce = broadcast = lambda self, value, *args, **kwargs: value  # abstract in Lightning's base class
     barrier = lambda self, *args, **kwargs: None  # noqa: E731
 
 
 def use(strategy: Any, **trainer_kwargs: Any) -> dict[str, Any]:
-    """Trains, validates and asks for a decision on which ranks do not agree."""
+    """Trains, validates, and reduces a decision that differs between ranks."""
     trainer, model = fit(strategy, **trainer_kwargs)
     validated = trainer.validate(model, loader(), verbose=False)
     return {
@@ -188,7 +188,7 @@ def test_a_strategy_that_wraps_its_model_in_ddp_exchanges_once_per_window():
 
 
 class Alone(Ranks, ParallelStrategy):
-    """In no process group, and to be sent to a worker."""
+    """A strategy without a process group, which is sent to a worker."""
 
 
 def test_without_a_process_group_each_collective_returns_its_input():

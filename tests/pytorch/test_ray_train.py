@@ -1,4 +1,4 @@
-"""``ddp_ext`` in what a ``TorchTrainer`` of Ray Train runs: ranks, devices and the process group are Ray's."""
+"""``ddp_ext`` in a ``TorchTrainer`` of Ray Train: Ray provides the ranks, devices, and process group."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.processes, needs_ray, needs_ray_train, pytest.mark.tim
 
 
 def refused() -> list[str]:
-    """What Ray Train has decided, and a Trainer is refused that is to have it otherwise."""
+    """Returns the errors of Trainers whose arguments contradict the decisions of Ray Train."""
     messages = []
     for strategy, devices in (
         (DDPSpawnStrategy(), 2),
@@ -49,7 +49,7 @@ class Fails(Callback):
 
 
 def fit_and_more(config: dict[str, Any]) -> None:
-    """What each worker does; its last fit fails."""
+    """Trains on each worker; the last ``fit`` fails."""
     from ray.train.lightning import RayTrainReportCallback
 
     torch.set_num_threads(1)

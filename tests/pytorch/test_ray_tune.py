@@ -1,7 +1,7 @@
 """``ddp_ext`` in trials of Ray Tune, each of which is a ``TorchTrainer`` of Ray Train.
 
-They take more than two minutes of a core, most of it in the seven processes that Ray starts for each trial, and two for
-its ranks: no part of ``make test``, but of ``make slow``.
+The tests are part of ``make slow``, not of ``make test``. They take more than two minutes of a core, mostly in the
+seven processes that Ray starts for each trial, and in the two processes of its ranks.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, ow
 pytestmark = [needs_ray, needs_ray_train, pytest.mark.slow, pytest.mark.timeout(FOREVER_S)]
 
 NUM_EPOCHS = 3
-#: So little of a CPU that trials which have ended may keep theirs, see docs/ddp_ray.md, "Trials of Ray Tune".
+#: So small a share of a CPU that finished trials may keep it, see docs/ddp_ray.md, "Trials of Ray Tune".
 SHARE = {"CPU": 0.1}
 
 
 def run_trial(config: dict[str, Any]) -> None:
-    """A trial with a learning rate, ``lr``; its files are in ``directory``."""
+    """Runs a trial with the learning rate ``lr`` and its files in ``directory``."""
     from ray import tune
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -42,7 +42,7 @@ def run_trial(config: dict[str, Any]) -> None:
 
 
 def fit(config: dict[str, Any]) -> None:
-    """What each rank does: it reports after each epoch."""
+    """Trains on each rank, and reports after each epoch."""
     import ray.train
 
     class Learner(MLP):
@@ -70,7 +70,7 @@ def cluster() -> Iterator[None]:
 
 
 def losses_of_one_process(lr: float) -> list[float]:
-    """Values of each epoch, if one process has the batches of two ranks."""
+    """Returns the values of each epoch in one process with the batches of two ranks."""
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=11)

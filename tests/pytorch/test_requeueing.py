@@ -1,4 +1,4 @@
-"""SLURM signals that a job's time is nearly over: any rank receives it, all save before the same step, and continue."""
+"""SLURM's signal before the time limit, on any rank: all ranks save before the same step, and a new job continues."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.support.slurm import num_lines, put_scontrol, sbatch, variables_of_jo
 
 pytestmark = pytest.mark.processes
 
-#: Batches of a window; the signal comes in the middle of one, and of an epoch.
+#: Batches per accumulation window; the signal arrives in the middle of a window, and of an epoch.
 WINDOW, BATCH = 3, 4
 JOB = """\
 #!/bin/bash
@@ -41,7 +41,7 @@ torch.save(result, Path(sys.argv[1], f"result{rank}"))
 
 
 class Signalled(Callback):
-    """Ranks get signals: before a batch of training or of validation, or after the last."""
+    """Sends signals to ranks before a batch of training or of validation, or after the last batch."""
 
     def __init__(self, moment: str, signals: dict[int, signal.Signals]) -> None:
         self.moment = moment
@@ -91,7 +91,7 @@ class ValidationLosses(Callback):
 
 
 def train(strategy: str, directory: Path, moment: str) -> tuple[int, dict[str, torch.Tensor], list[float]]:
-    """Two epochs; under SLURM, rank 1 is told that time is nearly over, unless the job has been restarted."""
+    """Trains for two epochs; in the first run under SLURM, rank 1 receives the signal before the time limit."""
     is_first = "SLURM_JOB_ID" in os.environ and "SLURM_RESTART_COUNT" not in os.environ
     callbacks = [ValidationLosses(), *([Signalled(moment, {1: signal.SIGUSR1})] if is_first else [])]
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_a_requeued_job_continues_and_has_the_weights_of_an_uninterrupted_job(tm
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*")
     batches = torch.load(checkpoint, weights_only=False)["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
     assert batches["ready"] == batches["completed"]
-    assert batches["ready"] % WINDOW == 0 or batches["ready"] == 8  # the last of the epoch
+    assert batches["ready"] % WINDOW == 0 or batches["ready"] == 8  # the last batch of the epoch
     for rank, (_, *expected) in enumerate(run_ranks(train, "ddp", tmp_path / "other", moment)):
         weights, losses = torch.load(tmp_path / f"result{rank}")
         assert_same_bits(weights, expected[0])
@@ -121,7 +121,7 @@ def test_a_requeued_job_continues_and_has_the_weights_of_an_uninterrupted_job(tm
 
 
 def under_slurm(function: Callable[[Any], Any], directory: Path, signalled: Signalled) -> Any:
-    """What a function returns that gets a Trainer, on a rank that SLURM has started."""
+    """Returns the value of a function that is called with a Trainer, on a rank with SLURM's variables."""
     os.environ.update({**variables_of_job(1, 2), **variables_of_task(int(os.environ["LOCAL_RANK"]), 2)})
     os.environ["PATH"] = f"{directory}{os.pathsep}{os.environ['PATH']}"
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):

@@ -1,7 +1,7 @@
-"""Which samples a rank gets: rank 0's order of a random sampler for all ranks, and no samples at all.
+"""The samples of a rank: all ranks use rank 0's order of a random sampler; ranks may have no samples.
 
-Every sample of an epoch counts once, on one of the ranks, although the ranks draw different random numbers in each
-step, as with dropout.
+Each sample of an epoch counts once, on one of the ranks, although the ranks draw different random numbers in each step,
+as with dropout.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ NUM_SAMPLES = 12
 
 
 class Endless(Sampler):
-    """Has a length, and continues after it."""
+    """A sampler with a length, which continues indefinitely."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -34,7 +34,7 @@ class Endless(Sampler):
 
 
 class Buckets(Sampler):
-    """Each item is a batch, of samples that belong together; counts its epochs."""
+    """A sampler whose items are batches, and which records its epochs."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
@@ -63,7 +63,7 @@ def loaders() -> dict[str, DataLoader]:
 
 
 class Records(pl.LightningModule):
-    """Records the samples of each epoch; its ranks draw different numbers of random numbers."""
+    """Records the samples of each epoch; ranks draw different numbers of random numbers."""
 
     def __init__(self, differs: bool = True) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Records(pl.LightningModule):
     def on_train_epoch_start(self) -> None:
         self.epochs.append([])
         if self.differs and self.global_rank == 0 and not isinstance(self.trainer.train_dataloader.sampler, Buckets):
-            next(iter(self.trainer.train_dataloader))  # a rank may look at a batch alone
+            next(iter(self.trainer.train_dataloader))  # a single rank may fetch a batch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.epochs[-1] += batch.flatten().int().tolist()
@@ -124,7 +124,7 @@ def assert_once(first: list[list[int]], second: list[list[int]]) -> None:
         assert sorted(of_first + of_second) == list(range(NUM_SAMPLES))
     # Samplers without a seed: two epochs have the same order once in 720 times, all of them practically never.
     orders = {(*of_first, *of_second) for of_first, of_second in zip(first, second, strict=True)}
-    assert len(orders) > 1, "each epoch has an order of its own"
+    assert len(orders) > 1, "epochs must have different orders"
 
 
 def test_all_ranks_use_rank_0s_order_of_a_random_sampler():
@@ -155,7 +155,7 @@ def test_the_order_is_that_of_stock_where_ranks_draw_the_same():
 
 
 class Evaluates(pl.LightningModule):
-    """Evaluates on rank 0 alone, and exchanges the numbers of samples in the hooks at the end."""
+    """Evaluates on rank 0 only, and gathers the numbers of samples in the hooks at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def evaluate_on_rank_0(strategy: str) -> tuple[list[list[float]], list[Any]]:
     trainer.fit(module, Data())
     trainer.validate(module, Data(), verbose=False)
     trainer.test(module, Data(), verbose=False)
-    # The flag is for loaders of the user's. `predict` needs none where Lightning shares out the samples.
+    # The flag is for the user's loaders. `predict` does not need it if Lightning shards the samples.
     module.allow_zero_length_dataloader_with_multiple_devices = False
     predicted = make_trainer(strategy).predict(
         module, [DataLoader(samples[:1], 2), DataLoader(samples, 2, sampler=SubsetRandomSampler([2]))]

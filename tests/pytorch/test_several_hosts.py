@@ -1,4 +1,4 @@
-"""The promises of ``ddp_ext`` over more than one host: it trains as on one, and no host waits for one that failed.
+"""``ddp_ext`` on several hosts: training equals training on one host, and no host waits for a failed host.
 
 One torchrun agent runs on each of two hosts, see :mod:`tests.support.namespace_hosts`. The tests are skipped, with the
 reason, on a machine that permits no namespaces.
@@ -137,7 +137,7 @@ torch.save(models.state_of(model), Path(sys.argv[1], f"weights{rank}"))
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Two hosts that reach each other."""
+    """Provides two hosts that reach each other."""
     with ExitStack() as stack:
         try:
             yield stack.enter_context(two_hosts(tmp_path_factory.mktemp("hosts")))
@@ -145,7 +145,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
             pytest.skip(str(error))
 
 
-#: Each job has one of its own: what is left of the one before may still hold its port for a moment.
+#: Each job has a new port, because remaining processes of the previous job may hold its port for a moment.
 _ports = count(29500)
 
 
@@ -153,9 +153,9 @@ class Job:
     """One torchrun agent on each host.
 
     Args:
-        ranks: On each host.
-        rendezvous: "static", where the agents are told which is the first, or "c10d", where they find out.
-        directory: Where the outputs go.
+        ranks: Number of ranks on each host.
+        rendezvous: "static" if arguments assign the agents' ranks, or "c10d" if the agents determine them.
+        directory: Directory of the outputs.
         **env: Further environment variables.
     """
 
@@ -175,7 +175,7 @@ class Job:
             self.agents.append(host.start(*torchrun, *script, log=log, **env))
 
     def exit_codes(self, timeout_s: float) -> list[int]:
-        """Waits for both agents; fails, with their outputs, if one does not end."""
+        """Waits for both agents; fails with their outputs if an agent does not exit."""
         deadline = time.monotonic() + timeout_s
         try:
             return [agent.wait(max(0.0, deadline - time.monotonic())) for agent in self.agents]
@@ -196,7 +196,7 @@ StartJob = Callable[..., Job]
 
 @pytest.fixture
 def start_job(hosts: list[Host], tmp_path: Path) -> Iterator[StartJob]:
-    """Starts a script on both hosts, and stops what is left of it after the test."""
+    """Starts a script on both hosts, and kills its remaining processes after the test."""
     jobs = []
 
     def start(*script: str | Path, rendezvous: str = "static", ranks: int = 1, **env: str) -> Job:
@@ -226,7 +226,7 @@ def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJo
     assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.output().splitlines() if "│" in line]
     values = dict(table)
-    assert len(values) == len(table), "the table was printed more than once"
+    assert len(values) == len(table), "the table must be printed once"
     assert values["processes"] == "2"
     assert float(values["accuracy on 360 held-out images"]) > 0.9
 
@@ -259,7 +259,7 @@ def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJ
         hosts[0].set_cable("up")
     deadline = time.monotonic() + 120
     for this, other in ((0, 1), (1, 0)):
-        while f"on {hosts[other].name} are lost" not in job.logs[this].read_text():  # said when all have ended
+        while f"on {hosts[other].name} are lost" not in job.logs[this].read_text():  # logged when all ranks have exited
             assert time.monotonic() < deadline, job.output()
             time.sleep(0.1)
 
@@ -292,7 +292,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
     os.kill(pids[3], signal.SIGKILL)
     assert all(code != 0 for code in job.exit_codes(timeout_s=300)), job.output()
-    for rank in range(3):  # by an exception; sometimes gloo does not return, and the monitor terminates the rank
+    for rank in range(3):  # usually an exception; sometimes gloo does not return, and the monitor terminates the rank
         by_watch = f"rank {rank} was terminated because rank 3 failed"
         assert (tmp_path / f"ended{rank}").exists() or by_watch in job.output(), job.output()
     assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
@@ -314,9 +314,9 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
     script.write_text(EXCHANGE)
     job = start_job(script, tmp_path, ranks=2)
     assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
-    # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
+    # One rank of each host sends 4 MiB. Gloo's ring of four ranks would send 6 MiB over the network.
     assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))
-    # And they train what one process does, by default.
+    # Training over shm, the default, equals training in one process.
     torch.manual_seed(11)
     model = models.MLP()
     order = DistributedSampler(models.dataset(), num_replicas=1, rank=0, seed=11)
@@ -331,14 +331,14 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
 def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[Host], tmp_path: Path):
     directory = tmp_path / "run"
     directory.mkdir()
-    plan = Plan(1, "torchrun", strategy=elastic_runs.STRATEGY, pause_s=0.2)  # while a rank is alone
+    plan = Plan(1, "torchrun", strategy=elastic_runs.STRATEGY, pause_s=0.2)  # pauses while a rank is alone
     write_plan(directory, plan)
     rendezvous = (
         f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=3"
     )
     torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
     script = "tests.support.elastic_script", directory
-    # torch 2.13's agents cannot take in a host otherwise, see docs/ddp_elastic.md.
+    # Without it, torch 2.13's agents cannot add a host, see docs/ddp_elastic.md.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     logs = [tmp_path / f"host{index}.log" for index in range(3)]
 

@@ -1,6 +1,6 @@
 """A rank that skips a backward pass: over ``shm``, all ranks raise before gradients of different batches are averaged.
 
-What may differ between the passes of a step, or between ranks, raises nothing.
+Permitted differences between the passes of a step, or between ranks, raise no error.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 
 class Skips(LightningModule):
-    """Rank 0 skips the gradients of batch 4, rank 1 those of batch 2."""
+    """A model in which rank 0 skips the gradients of batch 4, and rank 1 the gradients of batch 2."""
 
     def __init__(self, is_manual: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_all_ranks_get_an_error_that_names_the_batches(
 
 
 class Accumulates(MLP):
-    """Manual optimization: a rank runs a further pass that exchanges nothing, and passes that raise and are caught."""
+    """Manual optimization with an additional pass without an exchange on one rank, and with passes that raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Accumulates(MLP):
 
 
 class Evaluates(MLP):
-    """Validates within an epoch, with gradients of its own, and calls torch.distributed itself in a step."""
+    """A model that computes gradients in validation, and calls torch.distributed in a step."""
 
     def training_step(self, batch, batch_idx):
         torch.distributed.all_reduce(torch.ones(2))

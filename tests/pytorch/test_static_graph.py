@@ -1,7 +1,7 @@
 """``static_graph=True`` with manual optimization or accumulation: every step has the gradients of all ranks.
 
-In the first pass DDP only records the graph. Weights are compared bitwise with those of Lightning's ``ddp`` without a
-static graph, and with those of one process.
+In the first pass, DDP only records the graph. Weights are compared bitwise with Lightning's ``ddp`` without a static
+graph, and with one process.
 """
 
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 
 class TwoOptimizers(Manual):
-    """One backward pass for two optimizers."""
+    """Manual optimization with one backward pass for two optimizers."""
 
     def training_step(self, batch, batch_idx):
         optimizers = self.optimizers()
@@ -38,7 +38,7 @@ class TwoOptimizers(Manual):
 
 
 class TwoPasses(Manual):
-    """Two backward passes in each step, each followed by an optimizer step."""
+    """Manual optimization with two backward passes per step, each followed by an optimizer step."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -46,7 +46,7 @@ class TwoPasses(Manual):
 
 
 class OnePassBlocked(Manual):
-    """Blocks the exchange in every second pass of a step; it begins with one that exchanges gradients."""
+    """Blocks the exchange in every second pass of a step; the first pass exchanges gradients."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -58,7 +58,7 @@ class OnePassBlocked(Manual):
 
 
 class FirstPassBlocked(Manual):
-    """Steps after two passes, of which the first exchanges nothing."""
+    """Manual optimization with a step after two passes, of which the first pass exchanges nothing."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -70,7 +70,7 @@ class FirstPassBlocked(Manual):
 
 
 class OnePassEach(Manual):
-    """Two optimizers, each with a backward pass through its own part."""
+    """Two optimizers, each with a backward pass through its part of the model."""
 
     def training_step(self, batch, batch_idx):
         optimizers = self.optimizers()
@@ -85,7 +85,7 @@ class OnePassEach(Manual):
 
 
 class EditsGradients(Manual):
-    """Edits the gradients after each backward pass, which are those of all ranks then, in the first pass, too."""
+    """Edits the gradients after each backward pass, which must contain all ranks' gradients, also in the first pass."""
 
     def on_after_backward(self):
         for parameter in self.parameters():
@@ -94,7 +94,7 @@ class EditsGradients(Manual):
 
 
 CASES = (Manual, TwoOptimizers, TwoPasses, EditsGradients, OnePassBlocked)
-#: Ours with a static graph: what else the strategy does in a backward pass.
+#: Further arguments of the strategy with a static graph.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "shm": {},
     "gloo": {"process_group_backend": "gloo"},
@@ -113,7 +113,7 @@ def train(
     callback: Callback | None = None,
     accumulate_grad_batches: int = 1,
 ):
-    """The weights after one or several calls of ``fit`` on one Trainer."""
+    """Returns the weights after one or several calls of ``fit`` on one Trainer."""
     pl.seed_everything(11, verbose=False)
     model = kind()
     callbacks = [] if callback is None else [callback]

@@ -1,6 +1,6 @@
-"""Parameters that are frozen or unfrozen while training runs, as in transfer learning: ranks stay one model.
+"""Parameters that are frozen or unfrozen during training, as in transfer learning: ranks keep equal models.
 
-torch's DDP, and so Lightning's ``ddp``, silently exchanges no gradients of parameters that are unfrozen later.
+torch's DDP, and thus Lightning's ``ddp``, silently omits gradients of parameters that are unfrozen later.
 """
 
 import copy
@@ -37,7 +37,7 @@ State = dict[str, Tensor]
 
 
 class Net(MLP):
-    """A backbone with buffers and a head."""
+    """A model with a backbone with buffers, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class Manual(Net):
 
 
 class HeadOnly(Net):
-    """Trains its backbone with another optimizer group, which comes with the unfreezing."""
+    """A model whose backbone is trained with an optimizer group that is added when it is unfrozen."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
 class Needs(Callback):
-    """Lets the parameters of the backbone need gradients in some training batches, counted over epochs."""
+    """Makes the parameters of the backbone require gradients in some training batches, counted over epochs."""
 
     def __init__(self, needs: Callable[[int], bool]) -> None:
         self.needs = needs
@@ -173,7 +173,7 @@ def test_weights_are_those_of_one_process_on_all_ranks():
             torch.testing.assert_close(first[case][name], value, msg=lambda text, case=case: f"{case}: {text}")
 
 
-#: When the backbone is trained.
+#: Batches in which the backbone is trained.
 TIMES: dict[str, Callable[[int], bool]] = {
     "for a while": lambda number: 4 <= number < 12 or number > 14,
     "not at the end": lambda number: number < 12,
@@ -224,7 +224,7 @@ def test_a_monitor_counts_what_is_exchanged(tmp_path, monkeypatch):
 
 
 class TakesTurns(Net):
-    """One of two losses is for the backbone, and freezes the head up to the next; the head is unfrozen in a step."""
+    """A model that alternates between two losses: the second loss freezes the head; a hook unfreezes a layer later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def test_a_rebuild_of_ddp_keeps_its_state_and_hooks():
 @pytest.mark.forked
 def test_the_ddp_of_before_exchanges_nothing_any_more():
     model = in_ddp(gradient_as_bucket_view=True)
-    model(torch.ones(1, 2))  # it waits for the gradients of this
+    model(torch.ones(1, 2))  # DDP now waits for the gradients of this forward pass
     held = model.reducer
     rewrap_in_ddp(model, torch.device("cpu"))
     for _ in range(2):
@@ -371,7 +371,7 @@ def test_a_rebuild_of_ddp_happens_only_where_required(arguments, expected):
     unfreezing = Unfreezing(context)
     unfreezing.wrap(model)
     model.requires_grad_(False)
-    model(torch.ones(1, 2))  # as a discriminator while the generator is trained
+    model(torch.ones(1, 2))  # like a discriminator during the training of the generator
     model.module.weight.requires_grad_()
     with torch.no_grad():
         model(torch.ones(1, 2))

@@ -42,7 +42,7 @@ def with_weight_decay(base: type) -> type:
 
 
 def with_record(base: type) -> type:
-    """Returns a strategy that records in ``teardown`` what its model is, before and after."""
+    """Returns a strategy that records the class of its model before and after ``teardown``."""
 
     class WithRecord(base):
         def teardown(self) -> None:
@@ -86,7 +86,7 @@ def test_overrides_work_as_with_stock(make: Any, arguments: dict[str, Any]) -> N
 
 
 class Unfreezes(MLP):
-    """Trains the first layer from the second epoch on."""
+    """A model that trains its first layer from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__()

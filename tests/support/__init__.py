@@ -1,1 +1,1 @@
-"""What several test modules share; ``from tests.support.ranks import run_ranks`` is the most used."""
+"""Helpers of several test modules; the most used one is ``from tests.support.ranks import run_ranks``."""

@@ -1,4 +1,4 @@
-"""Models of the tests of ``ddp_spawn_ext``, and a Trainer.
+"""Models and a Trainer for the tests of ``ddp_spawn_ext``.
 
 model, trainer = seeded(Stateful), spawn_trainer(max_epochs=2)
 trainer.fit(model, loader())  # the trained weights are in this process

@@ -1,11 +1,11 @@
-"""Trains with ``dp_ext`` and with one device on the same whole batches, and compares.
+"""Compares training with ``dp_ext`` to training with one device on the same batches.
 
     @each_way
     def test_training(way):
         assert_trains_alike(way(2), WithBatchNorm)  # two replicas
 
-Replicas on the CPU take turns. Other ways run replicas at the same time, or with copies of the parameters as on several
-GPUs: torch copies a tensor from the device "cpu" to the device "cpu:0".
+Replicas on the CPU run one after the other. Other ways run replicas concurrently, or with copies of the parameters as
+on several GPUs: torch copies a tensor from the device "cpu" to the device "cpu:0".
 """
 
 import lightning.pytorch as pl

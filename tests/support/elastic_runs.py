@@ -23,9 +23,9 @@ from tests.support.ranks import LIMIT_S, SELDOM, run_command
 STRATEGY = {"commit_every_n_steps": 20}
 #: Accuracy of an undisturbed run with two ranks, which `test_an_undisturbed_run` checks.
 UNDISTURBED_ACCURACY = 0.98
-#: How far from that a run may be whose ranks change. The step at which they change depends on the load of the machine,
-#: and dropout and the means of batches on that step, which decides on single images of the 360: each of 33 runs had
-#: between 351 and 357 of them right. Other assertions find samples that are lost or repeated, and wrong learning rates.
+#: Maximum difference from this accuracy for runs whose ranks change. The step at which ranks change depends on the load
+#: of the machine, and determines dropout and batches, and thus the result for single images of the 360: in 33 runs,
+#: 351 to 357 images were correct. Other assertions detect lost or repeated samples, and wrong learning rates.
 LEARNING_NOISE = 0.02
 #: Steps take longer while one of two ranks is lost, so that its replacement joins before the end of training.
 UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.1, "pauses_in": [1]}
@@ -53,18 +53,18 @@ class Run:
 
     @property
     def ends(self) -> list[dict[str, Any]]:
-        """The last line of each rank that has reached the end of the script, in the order of ranks."""
+        """Returns the last line of each rank that has reached the end of the script, in the order of ranks."""
         return sorted(self.having("accuracy"), key=lambda line: line["rank"])
 
     @property
     def worlds(self) -> list[tuple[int, int]]:
-        """Number of ranks, and step at which they began, of each world."""
+        """Returns the number of ranks and the first step of each world."""
         return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
 
     def logged(self) -> dict[tuple[int, int], tuple[float, ...]]:
         """Returns numbers of samples (by ``self.log`` and by a metric) and the mean loss, by rank and epoch.
 
-        If an epoch was repeated, the values are those of its last time.
+        If an epoch was repeated, the values are from its last repetition.
         """
         names = "seen", "counted", "loss_epoch"
         return {(line["rank"], line["epoch"]): tuple(line[name] for name in names) for line in self.having("seen")}
@@ -87,7 +87,7 @@ class Run:
 
 
 def run_workers(workers: int, *disturbances: Disturbance, **plan: Any) -> Run:
-    """Runs the script, whose ``fit`` starts workers; ``**plan`` are attributes of the :class:`Plan`."""
+    """Runs the script, whose ``fit`` starts workers; ``**plan`` has attributes of the :class:`Plan`."""
     return run_plan(Plan(workers, "spawn", disturbances, **plan))
 
 
@@ -137,7 +137,7 @@ def read_run(directory: Path, output: str, code: int) -> Run:
 def check_is_as_good_as_undisturbed(
     run: Run, num_epochs: int = NUM_EPOCHS, *, from_disk: bool = False, within: float = LEARNING_NOISE
 ) -> None:
-    """Fails unless each sample has counted once in each epoch, and the accuracy is that of an undisturbed run.
+    """Fails unless each sample has counted once in each epoch, and the accuracy is close to an undisturbed run.
 
     With ``from_disk``, logged sums are not compared: Lightning's checkpoints have no sums of an unfinished epoch.
     """

@@ -42,7 +42,7 @@ NUM_EPOCHS = 4
 
 @dataclass
 class Plan:
-    """What the script does. Callbacks are given by the names of their classes, with arguments."""
+    """The behavior of the script. Callbacks are given by the names of their classes, with arguments."""
 
     num_ranks: int  # at the start
     started_by: str  # "horovodrun", "torchrun", "spawn" or "ray"
@@ -98,16 +98,16 @@ class Net(pl.LightningModule):
 
     @property
     def size(self) -> int:
-        """The number of ranks in this world."""
+        """Number of ranks in this world."""
         return self.trainer.world_size
 
     @property
     def is_replacement(self) -> bool:
-        """Whether this process replaces a rank that was lost."""
+        """Whether this process replaces a lost rank."""
         return self.number is not None and self.number >= self.plan.num_ranks
 
     def first(self, name: str) -> bool:
-        """Whether this is the first call with this name in all processes of the run."""
+        """Returns whether this is the first call with this name in all processes of the run."""
         try:
             (self.directory / f"mark {name}").touch(exist_ok=False)
         except FileExistsError:
@@ -115,7 +115,7 @@ class Net(pl.LightningModule):
         return True
 
     def has_happened(self, name: str) -> bool:
-        """Whether a process has called :meth:`first` with this name."""
+        """Returns whether a process has called :meth:`first` with this name."""
         return (self.directory / f"mark {name}").exists()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -124,7 +124,7 @@ class Net(pl.LightningModule):
             time.sleep(0.01)
 
     def has_been_smaller(self) -> bool:
-        """Whether the other ranks have continued without a lost rank."""
+        """Returns whether the other ranks have continued without a lost rank."""
         written = "".join(path.read_text() for path in self.directory.glob("process*"))
         return any(f'"world": {size},' in written for size in range(1, self.plan.num_ranks))
 
@@ -294,7 +294,9 @@ def main() -> None:
         arguments["accelerator"] = "gpu"
         if plan.started_by == "spawn":
             arguments["devices"] = "auto"
-            strategy.parallel_devices = [torch.device("cuda", 0)] * plan.num_ranks  # as an argument, it is refused
+            strategy.parallel_devices = [
+                torch.device("cuda", 0)
+            ] * plan.num_ranks  # the strategy rejects it as an argument
     trainer = pl.Trainer(**arguments, strategy=strategy)
     training_set, held_out = digits()
     trained = DataLoader(training_set, batch_size=16, shuffle=True, num_workers=plan.num_workers)

@@ -1,9 +1,9 @@
-"""Runs a command as on a hardened host, on x86-64.
+"""Runs a command under the conditions of a hardened host, on x86-64.
 
     python -m tests.support.hardened_hosts no_proc no_pidfd -- python train.py
 
-Imports stand in functions, because the process that sets the conditions needs no torch, whose import takes a second.
-Each condition holds for the command and for all processes that it starts, and for no other process of this host.
+Functions import their modules, because the process that sets the conditions does not need torch, whose import takes a
+second. Each condition applies to the command and all processes that it starts, and to no other process of this host.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ def run_hardened(
     prefix = _prefix(conditions)
     mounts = _mounts()
     if (reason := _why_not(conditions)) is not None:
-        pytest.skip(f"{conditions} cannot be made: {reason}")
+        pytest.skip(f"this host does not support {conditions}: {reason}")
     with tempfile.TemporaryDirectory() as directory:
         ran = run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
     assert _mounts() == mounts, "the conditions hold for the command alone"
@@ -82,7 +82,7 @@ def _no_proc() -> None:
 
 
 def _proc(options: str) -> None:
-    _no_proc()  # a remount would change the options of the host's own /proc
+    _no_proc()  # a remount would change the options of the host's /proc
     _mount("proc", "/proc", "proc", 0, options)
 
 
@@ -98,7 +98,7 @@ def _read_only(directory: str) -> None:
 
 
 def _no_capabilities() -> None:
-    """Takes those capabilities from root that other users do not have either, once the command is executed."""
+    """Removes the capabilities of root that other users do not have, from the execution of the command on."""
     for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN):
         _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
 

@@ -30,14 +30,16 @@ def run_horovod(launcher: str, function: Callable[..., Any], *args: Any, num_ran
     ended = [outcome for _, outcome in sorted(outcomes.items())]
     traces = [outcome.trace for outcome in ended if isinstance(outcome, Failed)]
     if traces or len(ended) < num_ranks:
-        raise AssertionError("\n".join([f"ranks {sorted(outcomes)} of {num_ranks} have ended:", *traces, output]))
+        raise AssertionError(
+            "\n".join([f"only ranks {sorted(outcomes)} of {num_ranks} have finished:", *traces, output])
+        )
     return ended
 
 
 def try_horovod(
     launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = LIMIT_S
 ) -> tuple[str, dict[int, Any]]:
-    """Returns the output, and the value or the :class:`Failed` of each rank that has reached its end."""
+    """Returns the output, and the value or the :class:`Failed` of each rank that has finished."""
     environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **(SELDOM if launcher != "mpirun" else {})}
     with tempfile.TemporaryDirectory() as name:

@@ -1,9 +1,9 @@
-"""Writes a copy of this repository whose tests use ``pytorch_lightning`` in place of ``lightning``.
+"""Writes a copy of this repository whose tests use ``pytorch_lightning`` instead of ``lightning``.
 
     python -m tests.support.mirrored_repository DIRECTORY
 
-``hatch_build.py`` rewrites tests, benchmarks, examples and the code of the documentation as it rewrites the package. A
-module of this package is replaced by its mirror for ``pytorch_lightning``.
+``hatch_build.py`` replaces the names in tests, benchmarks, examples, and the code of the documentation, as in the
+package. Modules of this package are replaced with their mirrors for ``pytorch_lightning``.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 import hatch_build
 
 REPOSITORY = Path(__file__).parents[2]
-#: Further replacements in tests, besides the names of modules.
+#: Further replacements in tests, in addition to the names of modules.
 _ALSO = {
     r"^import lightning$": "import pytorch_lightning as lightning",
     r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
@@ -52,7 +52,7 @@ def write(target: Path) -> None:
                 text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
             content = text.encode()
         copy.write_bytes(content)
-        copy.chmod(source.stat().st_mode)  # some are programs
+        copy.chmod(source.stat().st_mode)  # some files are executable
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models, data and one training function that the tests share.
+"""Models, data, and a training function for many tests.
 
 trainer, model = fit("ddp_ext", TwoOptimizers, max_epochs=1)
 assert_same_bits(state_of(model), weights_after("ddp", TwoOptimizers, max_epochs=1))
@@ -19,7 +19,7 @@ NUM_CLASSES = 3
 
 
 def dataset(num_samples: int = 64) -> TensorDataset:
-    """Returns a random classification problem, which is the same in each call."""
+    """Returns a random classification problem, identical in each call."""
     generator = torch.Generator().manual_seed(7)
     features = torch.randn(num_samples, NUM_FEATURES, generator=generator)
     return TensorDataset(features, features[:, :NUM_CLASSES].argmax(dim=1))
@@ -55,7 +55,7 @@ class StatefulLoader(DataLoader):
 
 
 class MLP(pl.LightningModule):
-    """Two layers, SGD with momentum."""
+    """A model with two layers, and SGD with momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class WithBatchNorm(MLP):
 
 
 class WithUnusedParameters(MLP):
-    """A model with two heads, of which steps use one in turn."""
+    """A model with two heads, which steps use in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ LOADS_EVERYTHING: dict[str, Any] = (
 
 
 def make_trainer(strategy: Any, devices: int = 2, **kwargs: Any) -> pl.Trainer:
-    """A quiet CPU Trainer."""
+    """Returns a Trainer on the CPU without logs."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,
@@ -166,20 +166,20 @@ def fit(
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the weights and buffers."""
+    """Returns a copy of the weights and buffers."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def weights_after(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """The weights and buffers after :func:`fit`."""
+    """Returns the weights and buffers after :func:`fit`."""
     return state_of(fit(*args, **kwargs)[1])
 
 
 def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Fails unless both have the same names and every tensor the same bits."""
+    """Fails unless both states have the same names and bitwise identical tensors."""
     torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Fails unless both have the same names and close values."""
+    """Fails unless both states have the same names and close values."""
     torch.testing.assert_close(dict(ours), dict(theirs), rtol=tolerance, atol=tolerance)

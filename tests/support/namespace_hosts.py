@@ -1,4 +1,4 @@
-"""Two hosts on one Linux machine, each of which is a network namespace; see :mod:`benchmarks.network_namespaces`.
+"""Two hosts on one Linux machine, as network namespaces; see :mod:`benchmarks.network_namespaces`.
 
 with two_hosts(tmp_path) as hosts:  # raises NoHostsError if this machine permits no namespaces
     process = hosts[1].start("train.py", log=tmp_path / "log", MASTER_ADDR=ADDRESSES[0])
@@ -17,8 +17,8 @@ from tests.support.ranks import REPOSITORY, clean_environment
 
 ADDRESSES = network_namespaces.address_of(0), network_namespaces.address_of(1)
 
-# As with the real `ssh`, the command has only the environment of a login, runs in the user's home, is no child of a
-# process here, and continues when `ssh` is killed.
+# As with the real `ssh`, the command has only the environment of a login, runs in the user's home directory, is not a
+# child of a process here, and continues when `ssh` is killed.
 _SSH = """\
 #!{python} -I
 import os, pwd, select, subprocess, sys

@@ -36,11 +36,11 @@ class PrivateSharedMemory:
         return space.f_bfree * space.f_frsize
 
     def wait_until_empty(self, timeout_s: float = 5) -> None:
-        """Waits until it has no files, named or unnamed; fails after the timeout."""
+        """Waits until it contains no files, named or unnamed; fails after the timeout."""
         deadline = time.monotonic() + timeout_s
         space = os.statvfs(self.directory)
         while (names := os.listdir(self.directory)) or self.free_num_bytes() < space.f_blocks * space.f_frsize:
-            assert time.monotonic() < deadline, names or "memory is taken"
+            assert time.monotonic() < deadline, names or "memory is still in use"
             time.sleep(0.1)
 
 
@@ -48,7 +48,7 @@ class PrivateSharedMemory:
 def private_shared_memory(size: str = "1g") -> Iterator[PrivateSharedMemory]:
     """Mounts a ``/dev/shm`` until the block ends. Skips the test if this machine does not permit it."""
     if shutil.which("unshare") is None or shutil.which("nsenter") is None:
-        pytest.skip("a /dev/shm of the test's own needs unshare and nsenter")
+        pytest.skip("a private /dev/shm requires unshare and nsenter")
     holder = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", HOLD.format(size=size)],
         stdin=subprocess.PIPE,
@@ -59,7 +59,7 @@ def private_shared_memory(size: str = "1g") -> Iterator[PrivateSharedMemory]:
     assert holder.stdout is not None
     try:
         if holder.stdout.readline() != "ready\n":
-            pytest.skip("a /dev/shm of the test's own needs root")
+            pytest.skip("a private /dev/shm requires root")
         prefix = ["nsenter", f"--mount=/proc/{holder.pid}/ns/mnt", f"--wd={os.getcwd()}"]
         yield PrivateSharedMemory(prefix, Path(f"/proc/{holder.pid}/root/dev/shm"))
     finally:

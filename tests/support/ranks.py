@@ -1,11 +1,11 @@
 """Starts the ranks of a test, collects the outcome of each, and always cleans up.
 
-    def one_rank(size):                       # what one rank does; runs in a process of its own
+    def one_rank(size):                       # runs in the process of each rank
         return strategy.reduce(torch.ones(size)).tolist()
 
     assert run_ranks(one_rank, 3) == [[1.0] * 3] * 2
 
-The functions stand at the top level of a test module, so that ranks can import them. Ranks are forked from a
+The functions are at the top level of a test module, so that ranks can import them. Ranks are forked from a
 multiprocessing forkserver that has imported torch and Lightning. :func:`run_script` runs a program as a user would:
 
     assert run_script("-m", "lightning_strategies_ext").returncode == 0
@@ -52,7 +52,7 @@ _context.set_forkserver_preload(
 
 @dataclass
 class Outcome:
-    """How one rank ended.
+    """The outcome of one rank.
 
     Attributes:
         rank: Global rank.
@@ -76,7 +76,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     """Runs ``function(*args)`` in ``world_size`` processes and returns their values in rank order.
 
     Raises:
-        AssertionError: If a rank raised, died or reached the time limit. The message has the output of all ranks.
+        AssertionError: If a rank raised, died, or reached the time limit. The message has the output of all ranks.
     """
     outcomes = outcomes_of_ranks(function, *args, world_size=world_size, timeout_s=timeout_s)
     if any(outcome.error is not None or outcome.exit_code != 0 for outcome in outcomes):

@@ -29,9 +29,9 @@ needs_ray_train = pytest.mark.skipif(
 )
 #: Time limit of a test, which only a hang reaches. On a busy machine, the start of a worker has taken a minute.
 FOREVER_S = 900
-#: Time limit of a program that a test runs; less, so that the test can show the output of the program.
+#: Time limit of a program that a test runs; shorter, so that the test can show the output of the program.
 PROGRAM_S = 700
-#: Two workers share a CPU, so that four fit where two of them would compute at once.
+#: CPUs per worker: two workers share a CPU, so that four workers fit on two CPUs.
 HALF = {"num_cpus_per_worker": 0.5}
 
 

@@ -8,5 +8,5 @@ import os
 
 
 def pass_for_own_host() -> None:
-    """Gives this process a host of its own for NCCL. Call it before the rank joins a group."""
+    """Makes NCCL treat this process as a separate host. Call it before the rank joins a group."""
     os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")

@@ -82,7 +82,9 @@ def sbatch(
     srun.write_text(_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
     python = programs / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would not find the packages of its target
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    )  # a symbolic link would not find the packages of its target
     python.chmod(0o755)
     variables = {**variables_of_job(num_nodes, per_node), "SLURM_JOB_NAME": options["job-name"]}
     # Two jobs may run at once, so the port does not follow from the job's number.

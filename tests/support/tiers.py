@@ -35,7 +35,7 @@ def representative_tests() -> list[str]:
 
 
 def represents(test: str, item: pytest.Item) -> bool:
-    """Whether an identifier of :func:`representative_tests` is that of a test, with or without parameters, or file."""
+    """Returns whether an identifier of :func:`representative_tests` names this test or its file."""
     return item.nodeid == test or item.nodeid.startswith((f"{test}[", f"{test}::"))
 
 
@@ -69,7 +69,7 @@ def _start(process: BaseProcess) -> None:
 def watch_for_processes() -> None:
     """Makes calls that start a process fail the test that runs, if it has no marker ``processes``."""
     sys.addaudithook(_audit)
-    # multiprocessing's methods "spawn" and "forkserver" raise no audit event.
+    # multiprocessing's start methods "spawn" and "forkserver" raise no audit event.
     BaseProcess.start = _start  # type: ignore[method-assign]
 
 
@@ -78,7 +78,7 @@ _start_process = BaseProcess.start
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Marks the time in which a test without the marker ``processes`` runs, with the setup of its fixtures."""
+    """Records that a test without the marker ``processes`` runs, including the setup of its fixtures."""
     global _test_without_processes
     _test_without_processes = None if item.get_closest_marker("processes") else item
     # This hook runs first: before pytest-timeout starts its timer, so that the time is never less than the timer's.

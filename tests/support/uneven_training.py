@@ -1,4 +1,4 @@
-"""Trains on ranks that have different numbers of batches, and trains the same model in one process.
+"""Trains a model on ranks with different numbers of batches, and trains the same model in one process.
 
 trained = train(strategy_of("gloo", "join"), (5, 3), "counted", Model)  # on each of two ranks
 torch.testing.assert_close(trained["weights"], reference("join", (5, 3), "counted"))
@@ -52,7 +52,7 @@ def loader(rank: int, num_batches: int, kind: str) -> DataLoader:
 
 
 class Model(pl.LightningModule):
-    """A model that logs, counts and reduces, each of which a shadowing rank could change."""
+    """A model that logs, counts, and reduces; a shadowing rank could change each result."""
 
     def __init__(self) -> None:
         super().__init__()

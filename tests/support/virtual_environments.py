@@ -1,9 +1,9 @@
-"""Virtual environments with this project's wheel, for tests of what is installed.
+"""Virtual environments with this project's wheel, for tests of installed files.
 
     environment, site = make_environment(build_wheel(directory), tmp_path)
     assert environment.report("import json, torch; print(json.dumps(torch.ones(2).tolist()))").value == [1.0, 1.0]
 
-The packages that the project needs are those of the interpreter that runs the tests; nothing is downloaded.
+The dependencies of the project are linked from the interpreter that runs the tests, without downloads.
 """
 
 import json
@@ -27,7 +27,7 @@ PACKAGE = "lightning_strategies_ext"
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter, with the packages that are installed for it."""
+    """The interpreter of a virtual environment."""
 
     python: Path
     work_dir: Path
@@ -51,7 +51,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Report:
-    """The value that a script printed, and the lines that this package wrote to standard error."""
+    """The value that a script printed, and this package's lines on standard error."""
 
     value: object
     messages: list[str]

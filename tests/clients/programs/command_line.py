@@ -8,7 +8,7 @@ from tests.clients.programs.common import DEVICES, STRATEGY, show, sums
 
 
 def run(lightning: str) -> dict[str, Any]:
-    """What the commands of that Lightning train."""
+    """Returns the results of the commands with one of the two names of Lightning."""
     pl = import_module(lightning)
     cli_class = import_module(f"{lightning}.cli").LightningCLI
     demos = import_module(f"{lightning}.demos.boring_classes")

@@ -1,4 +1,4 @@
-"""finetuning-scheduler: unfreezes layer after layer, and goes back to the best checkpoint before each."""
+"""finetuning-scheduler: unfreezes one layer after the other, and restores the best checkpoint before each layer."""
 
 import lightning.pytorch as pl
 from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
@@ -7,7 +7,7 @@ from tests.clients.programs.common import STRATEGY, Classifier, show, sums, trai
 
 if __name__ == "__main__":
     pl.seed_everything(1, verbose=False)
-    scheduler = FinetuningScheduler(allow_untested=STRATEGY.endswith("_ext"))  # it knows Lightning's names only
+    scheduler = FinetuningScheduler(allow_untested=STRATEGY.endswith("_ext"))  # it knows only names of Lightning
     stopping = FTSEarlyStopping(monitor="val_loss", patience=1, min_delta=1e-2)
     fitting = trainer(
         max_epochs=40,

@@ -1,4 +1,4 @@
-"""pytorch-forecasting: a temporal fusion transformer, whose output is of a class that it makes when it runs."""
+"""pytorch-forecasting: a temporal fusion transformer, whose output class is created at run time."""
 
 import lightning.pytorch as pl
 import numpy as np

@@ -1,4 +1,4 @@
-"""PyTorch Geometric: its own datamodule, batches of graphs."""
+"""PyTorch Geometric: a data module of the library, with batches of graphs."""
 
 import lightning.pytorch as pl
 import torch

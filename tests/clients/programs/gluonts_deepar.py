@@ -1,4 +1,4 @@
-"""gluonts: DeepAR, whose Trainer the library creates from `trainer_kwargs`, and which reads a stream of samples."""
+"""gluonts: DeepAR on a stream of samples, with a Trainer that the library creates from `trainer_kwargs`."""
 
 import lightning.pytorch as pl
 import numpy as np

@@ -1,4 +1,4 @@
-"""Hydra: a sweep over two learning rates, in one process or in one for each rank."""
+"""Hydra: a sweep over two learning rates, in one process or in one process per rank."""
 
 import hydra
 import lightning.pytorch as pl

@@ -1,4 +1,4 @@
-"""Loggers: what TensorBoard's and the CSV logger have written after `fit`."""
+"""Loggers: the files of the TensorBoard logger and the CSV logger after `fit`."""
 
 import csv
 

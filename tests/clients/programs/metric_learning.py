@@ -1,4 +1,4 @@
-"""pytorch-metric-learning: its loss over the embeddings of all ranks (`DistributedLossWrapper`)."""
+"""pytorch-metric-learning: a loss over the embeddings of all ranks (`DistributedLossWrapper`)."""
 
 import lightning.pytorch as pl
 from pytorch_metric_learning.losses import NTXentLoss

@@ -1,4 +1,4 @@
-"""MLflow: ``autolog`` wraps ``Trainer.fit`` and gives the Trainer a callback."""
+"""MLflow: ``autolog``, which wraps ``Trainer.fit`` and adds a callback to the Trainer."""
 
 import lightning.pytorch as pl
 import mlflow

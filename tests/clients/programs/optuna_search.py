@@ -1,4 +1,4 @@
-"""Optuna: a search whose callback ends trials early, with what they report in a database."""
+"""Optuna: a search with a pruning callback, whose reports are stored in a database."""
 
 import lightning.pytorch as pl
 import optuna

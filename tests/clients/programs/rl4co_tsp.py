@@ -1,4 +1,4 @@
-"""rl4co: REINFORCE on the traveling salesman problem, whose environment pickles its random generator in its own way."""
+"""rl4co: REINFORCE on the traveling salesman problem, with an environment that customizes pickling."""
 
 import lightning.pytorch as pl
 import torch
@@ -9,7 +9,7 @@ from rl4co.utils import RL4COTrainer
 from tests.clients.programs.common import DISTRIBUTION, QUIET, show, sums
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the imports have set more, in spite of OMP_NUM_THREADS, and bfloat16 rounds differently
+    torch.set_num_threads(1)  # the imports ignore OMP_NUM_THREADS, and bfloat16 would round differently
     pl.seed_everything(1, verbose=False)
     env = TSPEnv(generator_params={"num_loc": 8})
     policy = AttentionModelPolicy(

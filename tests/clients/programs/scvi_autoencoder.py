@@ -1,10 +1,10 @@
-"""scvi-tools: the SCVI model on synthetic cells, whose Trainer the library creates, and its latent representation."""
+"""scvi-tools: the SCVI model on synthetic cells, with a Trainer that the library creates; latent representation."""
 
 import scvi
 
 from tests.clients.programs.common import DISTRIBUTION, STRATEGY, is_first, show, sums
 
-scvi.settings.seed = 1  # here, so that spawned workers have it too, in which the library splits the cells
+scvi.settings.seed = 1  # at module level, also for spawned workers, in which the library splits the cells
 
 if __name__ == "__main__":
     cells = scvi.data.synthetic_iid(batch_size=100, n_genes=30)
@@ -19,6 +19,6 @@ if __name__ == "__main__":
         datasplitter_kwargs=tails,
         **{**DISTRIBUTION, "strategy": strategy},
     )
-    elbo = model.history["elbo_train"].iloc[:, 0].astype(float).tolist() if is_first() else []  # rank 0 has it
+    elbo = model.history["elbo_train"].iloc[:, 0].astype(float).tolist() if is_first() else []  # rank 0 has the result
     latent = model.get_latent_representation(give_mean=True)
     show(weights=sums(model.module), elbo=elbo, latent=latent.astype(float).sum(axis=0).tolist())

@@ -1,4 +1,4 @@
-"""torchdata: a ``StatefulDataLoader``, which continues in the middle of an epoch."""
+"""torchdata: a ``StatefulDataLoader`` that resumes in the middle of an epoch."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint

@@ -1,4 +1,4 @@
-"""transformers and datasets: a small BERT, whose outputs are of a class of its own, over an Arrow table."""
+"""transformers and datasets: a small BERT with its own output class, on an Arrow table."""
 
 import datasets
 import lightning.pytorch as pl

@@ -1,7 +1,7 @@
-"""Programs of ours for what torch's wheel has no cases for: over gloo and over ``shm`` each must give the same bits.
+"""Programs for features without cases in torch's wheel. Results over gloo and over ``shm`` must be bitwise identical.
 
-A program is a function that every rank calls when the default group is there; it returns what it has computed. All that
-is summed is summed over two ranks, or is whole: the order in which more numbers are added is the backend's affair.
+A program is a function that every rank calls after the creation of the default group. It returns its results. Programs
+sum over two ranks, or sum integers, because backends add more numbers in different orders.
 """
 
 import importlib
@@ -24,8 +24,8 @@ class Program:
     """One program.
 
     Attributes:
-        function: What each rank does.
-        world_size: On how many ranks.
+        function: Function that each rank calls.
+        world_size: Number of ranks.
     """
 
     function: Callable[[], Any]
@@ -36,7 +36,7 @@ _programs: dict[str, Program] = {}
 
 
 def program(world_size: int = 2) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Decorates a function that is a program; its name is that of its module and its own."""
+    """Decorates a function that is a program; the name of the program contains its module and its function."""
 
     def add(function: Callable[[], Any]) -> Callable[[], Any]:
         _programs[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"] = Program(function, world_size)
@@ -46,17 +46,17 @@ def program(world_size: int = 2) -> Callable[[Callable[[], Any]], Callable[[], A
 
 
 def all_programs() -> dict[str, Program]:
-    """All programs, by name."""
+    """Returns all programs, by name."""
     for name in MODULES:
         importlib.import_module(f"{__name__}.{name}")
     return _programs
 
 
 def run(backend: str, name: str) -> tuple[str, Any]:
-    """What one rank does: makes the default group and runs a program.
+    """Runs a program on one rank: creates the default group and calls the program's function.
 
     Returns:
-        ``("passed", result)``, or ``("skipped", reason)`` where this torch lacks something.
+        ``("passed", result)``, or ``("skipped", reason)`` if this version of torch lacks a feature.
     """
     chosen = all_programs()[name]
     dist.init_process_group(backend, rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
@@ -66,7 +66,7 @@ def run(backend: str, name: str) -> tuple[str, Any]:
             from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
             group = dist.distributed_c10d._get_default_group()
-            assert isinstance(group, ShmProcessGroup), f"the group should be of the backend 'shm' and is {group!r}"
+            assert isinstance(group, ShmProcessGroup), f"the group must have the backend 'shm', but is {group!r}"
         return "passed", chosen.function()
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
@@ -75,13 +75,13 @@ def run(backend: str, name: str) -> tuple[str, Any]:
 
 
 def needed(where: str) -> Any:
-    """Something of torch's that another version may lack, or have elsewhere.
+    """Returns an object of torch that some versions lack, or have in a different module.
 
     Args:
-        where: Its places, as ``module:name``, with spaces between.
+        where: Possible locations ``module:name``, separated by spaces.
 
     Raises:
-        unittest.SkipTest: If it is in none of them.
+        unittest.SkipTest: If the object is in none of the locations.
     """
     for place in where.split():
         module, _, name = place.partition(":")
@@ -93,10 +93,10 @@ def needed(where: str) -> Any:
 
 
 def need_gloo_to_reduce_right() -> None:
-    """For programs that average by a reduce-scatter.
+    """Skips a program that averages by a reduce-scatter if gloo does not support that.
 
     Raises:
-        unittest.SkipTest: If gloo cannot, as in torch 2.5, or sums whatever it is asked for, as in torch 2.7 and 2.8.
+        unittest.SkipTest: If gloo raises an error (torch 2.5), or ignores the operation and sums (torch 2.7 and 2.8).
     """
     part = torch.empty(1)
     try:
@@ -105,30 +105,32 @@ def need_gloo_to_reduce_right() -> None:
     except RuntimeError as error:
         raise unittest.SkipTest(f"gloo of torch {torch.__version__} cannot average: {error}") from None
     if part.item() != 1:
-        raise unittest.SkipTest(f"gloo of torch {torch.__version__} sums where it should average")
+        raise unittest.SkipTest(f"gloo of torch {torch.__version__} sums instead of averaging")
 
 
 def difference(ours: Any, theirs: Any, where: str = "") -> str:
-    """Where two results differ, if they do: tensors are compared bit by bit."""
+    """Describes the first difference of two results, if any; compares tensors bit by bit."""
     if type(ours) is not type(theirs):
-        return f"{where or 'the result'}: {type(ours).__name__} and not {type(theirs).__name__}"
+        return f"{where or 'the result'}: {type(ours).__name__}, not {type(theirs).__name__}"
     if isinstance(ours, torch.Tensor):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            return f"{where}: {ours.dtype} {tuple(ours.shape)} and not {theirs.dtype} {tuple(theirs.shape)}"
+            return f"{where}: {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
         is_same = torch.equal(_bits(ours), _bits(theirs))
         return (
-            "" if is_same else f"{where}: other bits ({ours.flatten()[:4].tolist()}, {theirs.flatten()[:4].tolist()})"
+            ""
+            if is_same
+            else f"{where}: different bits ({ours.flatten()[:4].tolist()}, {theirs.flatten()[:4].tolist()})"
         )
     if isinstance(ours, dict):
         if ours.keys() != theirs.keys():
-            return f"{where}: other keys"
+            return f"{where}: different keys"
         return next((found for key in ours if (found := difference(ours[key], theirs[key], f"{where}.{key}"))), "")
     if isinstance(ours, (list, tuple)):
         if len(ours) != len(theirs):
-            return f"{where}: {len(ours)} and not {len(theirs)}"
+            return f"{where}: {len(ours)} items, not {len(theirs)}"
         pairs = enumerate(zip(ours, theirs, strict=True))
         return next((found for index, pair in pairs if (found := difference(*pair, f"{where}[{index}]"))), "")
-    return "" if ours == theirs else f"{where}: {ours!r} and not {theirs!r}"
+    return "" if ours == theirs else f"{where}: {ours!r}, not {theirs!r}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

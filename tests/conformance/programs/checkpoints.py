@@ -1,4 +1,4 @@
-"""Distributed checkpoints: saved and loaded, at once and in the background, with another sharding than before."""
+"""Distributed checkpoints: saved and loaded, synchronously and asynchronously, also with a different sharding."""
 
 import shutil
 import tempfile
@@ -73,7 +73,7 @@ def saved_in_the_background() -> Any:
         state = {"weight": distribute_tensor(whole, mesh, [Shard(0)])}
         saving = dcp.async_save(state, checkpoint_id=path, process_group=group)
         total = torch.ones(1000)
-        for _ in range(20):  # while the other group is in use by another thread
+        for _ in range(20):  # while another thread uses the other group
             dist.all_reduce(total)
             total /= 2
         saving.result()
@@ -102,7 +102,7 @@ def _whole(model: nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A directory that all ranks have, as long as all need it."""
+    """Provides a directory to all ranks, until all ranks have left the block."""
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(path)
     try:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with each option and with uneven inputs, pipelines, and Join of one's own."""
+"""DistributedDataParallel with each option and with uneven inputs; pipelines; a user's ``Joinable``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from tests.conformance.programs import needed, program
 
 
 class Model(nn.Module):
-    """With a buffer, and a layer that can be left out."""
+    """A net with a buffer, and with a layer that a step can skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def pipeline() -> Any:
 
 
 class _Counter(Joinable):
-    """Sums how often the ranks that have not joined have counted."""
+    """Sums the counts of the ranks that have not joined."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def _trained(**options: Any) -> Any:
 
 
 def _wrapped(**options: Any) -> DistributedDataParallel:
-    torch.manual_seed(3 + dist.get_rank())  # the first one's parameters count
+    torch.manual_seed(3 + dist.get_rank())  # the parameters of rank 0 count
     model = DistributedDataParallel(Model(), **options)
     torch.manual_seed(20 + dist.get_rank())
     return model

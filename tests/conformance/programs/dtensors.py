@@ -1,4 +1,4 @@
-"""DTensor: every change of placement, on one and on two dimensions; operators, gradients, tensor parallelism."""
+"""DTensor: all changes of placement, on one and on two mesh dimensions; operators, gradients, tensor parallelism."""
 
 import itertools
 from typing import Any
@@ -24,7 +24,7 @@ PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial(),
 @program()
 def distributed() -> Any:
     mesh = init_device_mesh("cpu", (2,))
-    whole = torch.randn(5, 3)  # another one on each rank: the first one's counts
+    whole = torch.randn(5, 3)  # different on each rank; the tensor of rank 0 counts
     return [_parts(distribute_tensor(whole, mesh, [to])) for to in (Replicate(), Shard(0), Shard(1))]
 
 
@@ -131,7 +131,7 @@ def all_reduce_of_a_dtensor_is_refused_alike() -> Any:
     tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     try:
         dist.all_reduce(tensor)
-    except (NotImplementedError, AssertionError):  # the latter in torch 2.8 and before
+    except (NotImplementedError, AssertionError):  # RuntimeError in torch 2.8 and earlier
         return "refused"
     return _parts(tensor)
 
@@ -149,7 +149,7 @@ def compiled() -> Any:
 
 def _redistributed(mesh: DeviceMesh, begin: Any, end: Any) -> list[torch.Tensor]:
     torch.manual_seed(11 + dist.get_rank())
-    # Whole numbers, since four ranks are summed in an order that is the backend's.
+    # Integers, because the backend determines the order in which it adds the values of four ranks.
     tensor = DTensor.from_local(torch.randint(-50, 50, (3, 5)).float(), mesh, begin, run_check=True)
     changed = tensor.redistribute(mesh, end)
     return [*_parts(changed), changed.full_tensor()]

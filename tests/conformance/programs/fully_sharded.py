@@ -1,4 +1,4 @@
-"""FSDP2's ``fully_shard`` and FSDP1, on the CPU: training with each option, and what comes out of a state dict."""
+"""FSDP2's ``fully_shard`` and FSDP1, on the CPU: training with each option, and state dicts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,7 +95,7 @@ def trains_sharded_and_tensor_parallel() -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     needed(FULLY_SHARD)(model, mesh=mesh["data"])
-    torch.manual_seed(20 + mesh["data"].get_local_rank())  # tensor-parallel ranks have the same batches
+    torch.manual_seed(20 + mesh["data"].get_local_rank())  # tensor-parallel ranks have equal batches
     return _trained(model)
 
 

@@ -1,4 +1,4 @@
-"""Functional collectives, eager, differentiated and compiled; and the differentiable ones of torch.distributed.nn."""
+"""Functional collectives, eager, differentiated and compiled; differentiable collectives of torch.distributed.nn."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that is another one on each rank."""
+    """Returns a tensor that is different on each rank."""
     count = torch.Size(shape).numel()
     return (torch.arange(count).reshape(shape) % 7 + dist.get_rank() + 1).to(dtype)
 
@@ -91,7 +91,7 @@ def gradients_of_distributed_nn() -> Any:
         lambda tensor: differentiable.broadcast(tensor, 1),
         lambda tensor: (
             differentiable.reduce(tensor, 0) * (dist.get_rank() == 0)
-        ),  # what others get is the backend's affair
+        ),  # the result on other ranks depends on the backend
         lambda tensor: torch.stack(list(differentiable.gather(tensor, 1))),
         lambda tensor: differentiable.scatter([tensor, tensor * 2], 0),
         lambda tensor: differentiable.reduce_scatter(torch.empty(2, 3), list(tensor.split(2))),
@@ -115,7 +115,7 @@ def compiled() -> Any:
 
 @program()
 def compiled_collectives_of_torch_distributed() -> Any:
-    """``dist.all_reduce`` and others inside of a compiled function, which become functional ones."""
+    """Compiles a function with ``dist.all_reduce`` and others, which torch replaces with functional collectives."""
 
     def step(tensor: Tensor) -> Tensor:
         tensor = tensor * 2
@@ -145,7 +145,7 @@ def _compiled(backend: str) -> Any:
 
 
 def _waited(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors when they are there: they may be on their way."""
+    """Returns the tensors after their collectives have completed."""
     return [functional.wait_tensor(tensor) + 0 for tensor in tensors]
 
 

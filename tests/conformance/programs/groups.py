@@ -204,7 +204,7 @@ def sharded_tensors() -> Any:
 
 @program()
 def methods_of_the_group() -> Any:
-    """The short forms, as torch calls some of them in DDP."""
+    """Calls the short forms of collectives, some of which torch's DDP uses."""
     group = dist.group.WORLD
     tensors = [torch.randn(5) for _ in range(8)]
     outputs = [torch.empty(5) for _ in range(4)]
