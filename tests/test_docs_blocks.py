@@ -7,7 +7,7 @@ which the rendered page does not show, change this:
     <!-- run: torchrun --standalone --nproc-per-node 2 train.py -->   the block runs with this command
     <!-- file: hosts.sh -->                                           the block is a file for the blocks of its page
 
-The block of the README is run by :mod:`tests.test_readme`.
+:mod:`tests.test_readme` runs the block of the README.
 """
 
 import ast

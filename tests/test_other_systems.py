@@ -1,4 +1,4 @@
-"""What is promised of macOS and Windows, by a Python that pretends to be one of them: it lacks what they lack."""
+"""Support for macOS and Windows, simulated by a Python without the features that these systems lack."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ from tests.wheel_check import NET
 
 pytestmark = pytest.mark.processes
 
-#: Python runs it before a script, in the processes that this one starts too. What torch and Lightning need of the
-#: system that there really is, they have imported before the pretence begins.
+#: Python runs this code before a script, also in child processes. Torch and Lightning import their requirements of the
+#: real system before the simulation begins.
 PRETENCE = """
 import os
 import shutil
@@ -88,7 +88,7 @@ import lightning_strategies_ext
 
 
 def run_on(system: str, script: str, directory: Path) -> list[str]:
-    """What a script prints on that system, line by line."""
+    """Returns the lines that a script prints on the simulated system."""
     (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
     (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,7 @@ def run_on(system: str, script: str, directory: Path) -> list[str]:
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, output + errors
-    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8's says so of itself
+    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # a message of torch 2.8
 
 
 ON_ONE_PROCESS = """
@@ -155,5 +155,5 @@ if __name__ == "__main__":
 def test_on_macos_ranks_talk_over_gloo(tmp_path: Path):
     lines = run_on("darwin", ON_SEVERAL, tmp_path)
     assert "True True True" in lines
-    assert lines.count("True 2 gloo") == 2  # of both ranks
+    assert lines.count("True 2 gloo") == 2  # on both ranks
     assert len([line for line in lines if line.startswith("SIGTERMException")]) == 2, lines
