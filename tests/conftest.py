@@ -17,10 +17,9 @@ from tests.support.tiers import pytest_collection_modifyitems as pytest_collecti
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
 
-# Lightning's detection of MPI initializes MPI in every rank that creates a Trainer, which takes half a second and leaves
+# Lightning's detection of MPI initializes MPI in each rank that creates a Trainer. This takes half a second, and leaves
 # a file in /dev/shm for each killed or forked rank. Before Lightning 2.6, the detection fails if mpi4py finds no MPI;
-# in this case, MPI must share no memory, which takes a tenth of a second. The only test that uses MPI resets the
-# variables.
+# MPI must then share no memory, which takes a tenth of a second. The test that uses MPI resets the variables.
 os.environ.update(ranks.WITHOUT_MPI)
 
 # A shell that runs tests in the background makes all processes ignore SIGINT, which some tests send.

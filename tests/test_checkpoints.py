@@ -117,7 +117,7 @@ def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Saves(pl.Callback):
-    """Reports the minimum number of steps of the newest checkpoint."""
+    """A callback that reports the minimum number of steps of the newest checkpoint."""
 
     def __init__(self, say: Callable[[int], None]) -> None:
         self.say = say

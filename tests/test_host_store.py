@@ -115,7 +115,7 @@ def test_a_wrong_request_is_an_error_of_the_client_that_sends_it(store: HostStor
 
 
 def connection_to(store: HostStore, *requests: Any) -> socket.socket:
-    """A client that sends requests and does not read the responses."""
+    """Connects a client that sends requests and does not read the responses."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(host_store_server.address(store.name))
     for request in requests:

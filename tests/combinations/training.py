@@ -231,7 +231,7 @@ class _StopsAfterOneEpoch(Callback):
 
 
 class _Fault(Callback):
-    """Scales the gradients of a rank."""
+    """A callback that scales the gradients of a rank."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -22,7 +22,7 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco")
 
 
 def _choice(*choices: Any) -> Any:
-    """A field with its choices; the first is the simplest."""
+    """Returns a field with choices, of which the first is the simplest."""
     return field(default=choices[0], metadata={"choices": choices})
 
 
@@ -37,7 +37,7 @@ class Case:
         blocks: Parts of the module, from :data:`BLOCKS`.
         later: Stages after the first `fit`, from :data:`LATER_STAGES`.
         uneven: Value of `uneven_inputs`, for ranks with different numbers of batches.
-        exchanges_each: Whether small gradients are exchanged over `shm` as large ones are, each by itself.
+        exchanges_each: Whether small gradients are exchanged over `shm` one by one, like large gradients.
         kill: The training step at which rank 1 is killed in elastic training; 0 means never.
         fault: A fault to inject into the strategy under test, which the check must detect. It is never drawn.
     """

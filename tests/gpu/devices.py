@@ -40,7 +40,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Runs the bodies of tests in the given number of ranks, with one device each."""
+    """Ranks that run the bodies of tests, with one device each."""
 
     world_size: int
 

@@ -106,7 +106,7 @@ class Contender:
     is_streamed: bool = False
 
     def make_strategy(self) -> Any:
-        """The argument ``strategy`` of the front end."""
+        """Returns the argument ``strategy`` of the front end."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy()
 
 
@@ -219,7 +219,7 @@ def _train_in_loop(fabric: Fabric, case: Case, counter: "StepCounter") -> None:
 
 
 class StepCounter(pl.Callback):
-    """Counts the calls of one rank's steps; the Trainer calls it as a callback.
+    """A callback that counts the calls of one rank's steps; the Trainer calls it as a callback.
 
     Args:
         name: Name of the training, and of the files.
@@ -289,7 +289,7 @@ class StepCounter(pl.Callback):
 
 
 class Lateness:
-    """Makes this rank enter collectives of torch.distributed after the other ranks, in each window in which it is late.
+    """A delay that makes this rank enter collectives of torch.distributed last, in each window in which it is late.
 
     Collective: each rank creates one.
 

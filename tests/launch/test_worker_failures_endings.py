@@ -44,7 +44,7 @@ LONG_FIT = {"max_epochs": -1, "max_steps": 100_000}
 
 
 class Slow(MLP):
-    """Creates a file per rank at its fourth step, and then hangs on some ranks; other ranks continue until a signal."""
+    """A model that creates a file per rank at its fourth step, and then hangs on some ranks. Other ranks continue."""
 
     def __init__(self, directory: Path, hanging: tuple[int, ...] = ()) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ class NoteWeights(pl.Callback):
 
 
 def train_locally() -> list[list[float]]:
-    """Post-local SGD: gradients are exchanged for two steps only; models are averaged every third step."""
+    """Trains with post-local SGD: exchanges gradients for two steps only, and averages models every third step."""
     note = NoteWeights()
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
     strategy = DDPStrategy(
@@ -211,7 +211,7 @@ def test_process_group_backend_is_used():
 
 
 class Look(pl.Callback):
-    """Records DDP's settings and the collectives of one forward pass."""
+    """A callback that records DDP's settings and the collectives of one forward pass."""
 
     def __init__(self) -> None:
         self.model: Any = None

@@ -352,7 +352,7 @@ def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
 
 
 def token_loss(model, x, y, i):
-    """A model with samples of two classes, which are distributed unevenly over the replicas."""
+    """Returns a mean over the samples of a class, of which the replicas have different numbers."""
     return nn.functional.cross_entropy(model.net(x), y, ignore_index=2)
 
 

@@ -252,7 +252,7 @@ class _Call:
         return [dist.all_to_all_single(output, tensor, received, sent, self.group, self.is_async)], [output]
 
     def send(self) -> Any:
-        """Each rank sends to the next rank, and receives from the previous rank."""
+        """Sends a tensor to the next rank, and receives a tensor from the previous rank."""
         if self.size == 1:
             return [], []
         tensor = self.tensor().contiguous()

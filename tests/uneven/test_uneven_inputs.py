@@ -182,7 +182,7 @@ def test_manual_optimization_joins(ranks, kind):
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [4, 5])
 def test_what_has_been_exchanged_already_counts_once(ranks, length):
-    """Rank 0 runs out after the first or after the second batch of the last three."""
+    """Rank 0 has its last batch as the first or second of the last three batches."""
     model = AddsUp()
     (optimizer,), _ = model.configure_optimizers()
 
