@@ -36,14 +36,14 @@ def run(script: str, directory: Path, *arguments: str) -> list[Any]:
 def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
     directory = REPOSITORY / lightning_names.MIRROR.replace(".", "/")
     found = {path.relative_to(directory): path.read_text() for path in directory.rglob("*.py")}
-    expected = hatch_build.twins(REPOSITORY)
+    expected = hatch_build.mirrored_sources(REPOSITORY)
     assert found.keys() == expected.keys(), "run `python hatch_build.py`"
     assert [str(path) for path in expected if expected[path] != found[path]] == [], "run `python hatch_build.py`"
 
 
 def test_no_generated_module_names_lightning():
     modules = hatch_build.modules_of(REPOSITORY)
-    for path, text in hatch_build.twins(REPOSITORY).items():
+    for path, text in hatch_build.mirrored_sources(REPOSITORY).items():
         imported = hatch_build.imported_by(text, modules)
         assert not {name for name in imported if name.split(".")[0] == "lightning"}, path
 

@@ -92,7 +92,7 @@ class Contender:
     Attributes:
         name: Registered name, and further arguments; the key in the record.
         start: Program that trains with it, see :data:`STARTS`.
-        strategy: Registered name, or a function that makes the strategy.
+        strategy: Registered name, or a function that creates the strategy.
         is_fabric: Whether it is trained under Fabric, and not the Trainer.
         period: Optimizer steps per window.
         is_streamed: Whether the number of batches is unknown.
@@ -358,7 +358,7 @@ def _sleep(tasks: Iterable[Path]) -> bool:
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:
-    """Waits until a condition holds twice in a row: a thread may sleep for an instant, until it gets the GIL."""
+    """Waits until a condition holds twice in a row: a thread may sleep for an instant, until it has the GIL."""
     latest = time.monotonic() + _LATEST_S
     num_times = 0
     while num_times < 2 and time.monotonic() < latest:

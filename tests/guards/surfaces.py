@@ -48,7 +48,7 @@ class Surface:
 
     Attributes:
         name: Name of the snapshot.
-        make: Makes the description.
+        make: Function that creates the description.
         packages: Packages whose versions the description depends on.
     """
 

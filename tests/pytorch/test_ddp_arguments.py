@@ -138,7 +138,7 @@ def test_with_post_local_sgd_models_differ_and_are_averaged_by_its_period():
 
 def train_within_the_host() -> list[list[float]]:
     note = NoteWeights()
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not said
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not logged
     fit(
         DDPStrategy(
             ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4

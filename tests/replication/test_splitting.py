@@ -160,7 +160,7 @@ def test_the_only_part_is_the_batch_itself(batch):
         pytest.param([rows(32, 3, 8, 8), detections(*range(32))], 32, id="detection targets"),
         pytest.param([rows(3, 3, 8, 8), detections(3, 3, 3)], 3, id="as many boxes as samples"),
         pytest.param([rows(4, 3, 8, 8), detections(3, 3, 3, 3)], 4, id="as many boxes in each"),
-        pytest.param([detections(3, 3, 3, 3), rows(4, 3, 8, 8)], 4, id="what stands beside it decides"),
+        pytest.param([detections(3, 3, 3, 3), rows(4, 3, 8, 8)], 4, id="a neighboring value decides"),
         pytest.param([rows(4, 5), [rows(2, 4), None, rows(7, 4), None]], 4, id="some samples have nothing"),
         pytest.param([(rows(3, 8, 8), 1)] * 4, 4, id="samples that were not collated"),
         pytest.param([(rows(3, 8, 8), torch.tensor(1))] * 4, 4, id="samples as tuples"),

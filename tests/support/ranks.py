@@ -122,7 +122,7 @@ def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
 def leave_process_group() -> None:
     """Destroys the process group, so that the next Trainer of this rank creates a group. Collective: all ranks call it.
 
-    The next process group gets another port, because rank 0 may still serve the store at the old one.
+    The next process group has a different port, because rank 0 may still serve the store at the old port.
     """
     port = [free_port()]
     dist.broadcast_object_list(port)
