@@ -30,7 +30,7 @@ import lightning.fabric.plugins.environments.mpi as mpi
 import sysconfig
 
 sysconfig.get_paths()
-mpi._MPI4PY_AVAILABLE = False  # it looks for the MPI of such a system, which Lightning 2.5.0 takes for an error
+mpi._MPI4PY_AVAILABLE = False  # mpi4py searches for the system's MPI, whose absence is an error in Lightning 2.5.0
 
 LACKING = {
     os: ["O_TMPFILE", "memfd_create", "pidfd_open", "sched_getaffinity"],
@@ -42,11 +42,11 @@ if SYSTEM == "win32":
     for name in ("fcntl", "grp", "pwd", "resource", "termios"):
         sys.modules[name] = None
     torch.multiprocessing.get_all_start_methods = lambda: ["spawn"]
-    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda path: False)  # Python 3.12 asks it
+    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda path: False)  # Python 3.12 calls it
 for module, names in LACKING.items():
     for name in names:
         delattr(module, name)
-tempfile._O_TMPFILE_WORKS = False  # as it finds out where it is imported
+tempfile._O_TMPFILE_WORKS = False  # tempfile checks this at its import
 sys.platform = SYSTEM
 """
 
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     import os
     import torch.distributed as dist
 
-    if "LOCAL_RANK" not in os.environ:  # `ddp_ext` runs the script once more
+    if "LOCAL_RANK" not in os.environ:  # `ddp_ext` runs the script again
         alone = train("auto", 1)
         print(*(alone == train(strategy, 2) for strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")))
     weights = train("ddp_ext", 2)

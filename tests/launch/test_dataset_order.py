@@ -390,7 +390,7 @@ class TestStreaming:
         assert not any(alive.values())
 
     def test_no_output_is_read_before_it_is_needed(self):
-        """All samples of the second rank follow those of the first, so the second rank is read last."""
+        """All samples of the second rank follow the samples of the first rank, so the second rank is read last."""
         read = []
 
         def recorded(rank: int, batches: list[list[int]]) -> Iterator[Any]:
