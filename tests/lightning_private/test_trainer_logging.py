@@ -162,7 +162,7 @@ class RecordsExchanges:
 
 
 class LogsForExchange(MLP):
-    """A model that logs two synchronized keys, with step values, which wait for the exchange, and without."""
+    """A model that logs a key with ``sync_dist=True``, whose step values wait for the exchange, and a key without."""
 
     def __init__(self) -> None:
         super().__init__()

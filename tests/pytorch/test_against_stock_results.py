@@ -220,7 +220,7 @@ class RecordNormalization(pl.Callback):
 
 
 def convert_and_revert() -> list[str]:
-    """Records the class of the normalization layer in each stage."""
+    """Trains, and returns the class of the normalization layer in each stage."""
     record = RecordNormalization()
     trainer, model = fit("ddp_ext", WithBatchNorm, plugins=[LayerSyncOnCpu()], callbacks=[record])
     trainer.validate(model, loader(), verbose=False)
