@@ -114,7 +114,7 @@ def write(root: Path, target: Path) -> None:
         target: Directory to write to, usually ``root``.
     """
     directory = target / MIRROR.replace(".", "/")
-    texts = twins(root)
+    texts = mirrored_sources(root)
     for path in directory.rglob("*.py"):
         if path.relative_to(directory) not in texts:
             path.unlink()
@@ -125,10 +125,10 @@ def write(root: Path, target: Path) -> None:
             path.write_text(text)
 
 
-def twins(root: Path) -> dict[Path, str]:
+def mirrored_sources(root: Path) -> dict[Path, str]:
     """Returns the source texts of the mirror, by path relative to the mirror's package."""
     modules = modules_of(root)
-    names = knowing_lightning(modules)
+    names = modules_with_lightning(modules)
     texts = {}
     for name in names:
         path = modules[name].relative_to(root / PACKAGE)
@@ -184,7 +184,7 @@ def modules_of(root: Path) -> dict[str, Path]:
     return modules
 
 
-def knowing_lightning(modules: dict[str, Path]) -> set[str]:
+def modules_with_lightning(modules: dict[str, Path]) -> set[str]:
     """Returns the modules that import Lightning, directly or indirectly, and the packages that re-export them."""
     imported = {
         name: imported_by(path.read_text(), modules)

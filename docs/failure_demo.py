@@ -117,12 +117,12 @@ def raise_(strategy: str) -> None:
 
 
 def kill(strategy: str) -> None:
-    """A rank gets a SIGKILL, as from a system that is out of memory."""
+    """A rank receives a SIGKILL, as on a host without free memory."""
     fit(strategy, Net(_kill))
 
 
 def sigterm(strategy: str) -> None:
-    """A rank gets a SIGTERM."""
+    """A rank receives a SIGTERM."""
     fit(strategy, Net(_terminate))
 
 
@@ -133,7 +133,7 @@ def stuck(strategy: str) -> None:
 
 
 def uneven(strategy: str) -> None:
-    """A rank has fewer batches than the other."""
+    """A rank has fewer batches than the other rank."""
     fit(strategy, Uneven(), use_distributed_sampler=False)
 
 
@@ -158,7 +158,7 @@ def port(strategy: str) -> None:
 
 
 def state_in_a_step(strategy: str) -> None:
-    """A step leaves a different value on each replica of ``dp_ext``."""
+    """A step sets an attribute to a different value on each replica of ``dp_ext``."""
     fit(strategy, Net(_count_in_each_replica))
 
 
@@ -168,17 +168,17 @@ def argument(strategy: str) -> None:
 
 
 def combination(strategy: str) -> None:
-    """Two arguments that exclude each other."""
+    """Two arguments exclude each other."""
     ext.HorovodStrategy(uneven_inputs="join", op="adasum")
 
 
 def devices(strategy: str) -> None:
-    """A device that does not exist."""
+    """A device does not exist."""
     ext.DDPStrategy(parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 7)])
 
 
 def more_devices(strategy: str) -> None:
-    """More devices than the launcher has started ranks."""
+    """The Trainer has more devices than the launcher has started ranks."""
     fit(strategy, Net(), devices=3)
 
 

@@ -22,7 +22,7 @@ _FURTHER = {
 
 
 class SphinxToMarkdown(griffe.Extension):
-    """Rewrites all docstrings and named default values after the package has been parsed."""
+    """An extension that rewrites all docstrings and named default values after the package has been parsed."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Rewrites the docstrings and named default values of a package."""

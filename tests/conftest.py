@@ -17,28 +17,28 @@ from tests.support.tiers import pytest_collection_modifyitems as pytest_collecti
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
 
-# Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
-# file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
-# told to share no memory, which takes a tenth of a second. The one test that uses MPI takes this back.
+# Lightning's detection of MPI initializes MPI in each rank that creates a Trainer. This takes half a second, and leaves
+# a file in /dev/shm for each killed or forked rank. Before Lightning 2.6, the detection fails if mpi4py finds no MPI;
+# MPI must then share no memory, which takes a tenth of a second. The test that uses MPI resets the variables.
 os.environ.update(ranks.WITHOUT_MPI)
 
-# A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C, which some of them press.
+# A shell that runs tests in the background makes all processes ignore SIGINT, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# As it is where Lightning is imported under pytest and not before: tests read what it says.
+# The state if Lightning is imported under pytest and not before: tests read its log messages.
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).propagate = True
 
-# Tests run at once, and their models are small: more threads would only wait for each other.
+# Tests run in parallel with small models: more threads would only wait for each other.
 torch.set_num_threads(1)
 
-# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them indefinitely, if
-# an earlier test, or its parameters, has computed in parallel in this process.
+# OpenMP's threads do not survive a fork. A forked test with a parallel computation would wait for them indefinitely, if
+# an earlier test, or the creation of its parameters, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # With --numprocesses, this process runs no tests itself.
+    # With --numprocesses, this process runs no tests.
     if not session.config.getoption("numprocesses", None):
         tiers.watch_for_processes()
 
@@ -46,7 +46,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freezes all imported objects, so that no garbage collection in a forked process copies them.
 
-    Starts the server that ranks are forked from before the tests, because a forked test could not keep it.
+    Starts the fork server of ranks before the tests, because the server would exit with a forked test.
     """
     gc.collect()
     gc.freeze()
@@ -56,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def rank_that_logs() -> Iterator[None]:
-    """Has this process log and show messages as rank 0 after a test in which a strategy was another rank."""
+    """Restores the logging of rank 0 in this process, after a test in which a strategy had a different rank."""
     before = getattr(rank_zero_only, "rank", 0)
     yield
     rank_zero_only.rank = before
@@ -64,7 +64,7 @@ def rank_that_logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def torchrun_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Has torchrun create its log directories where pytest removes them. By default it leaves them in /tmp."""
+    """Makes torchrun create its log directories where pytest removes them. By default, torchrun leaves them in /tmp."""
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
 
 

@@ -1,4 +1,4 @@
-"""The promises of saving: a process that is killed meanwhile leaves the last good checkpoint, and nothing else."""
+"""Atomic checkpoints: a process that is killed during a save leaves the last complete checkpoint, and no other file."""
 
 import mmap
 import os
@@ -29,7 +29,7 @@ NUM_KILLS = 200
 
 
 class Child:
-    """A forked process that is killed at some time, and the numbers that it has said until then."""
+    """A forked process that is killed at some time, and the last number that it has reported."""
 
     def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
         self._said = mmap.mmap(-1, 8)
@@ -38,7 +38,7 @@ class Child:
             try:
                 work(self._say)
             finally:
-                os._exit(1)  # it was to be killed
+                os._exit(1)  # the process must be killed
 
     def _say(self, number: int) -> None:
         struct.pack_into("q", self._said, 0, number)
@@ -48,7 +48,7 @@ class Child:
         return int(struct.unpack_from("q", self._said)[0])
 
     def kill_after(self, seconds: float) -> None:
-        """Kills it some seconds after it has said its first number."""
+        """Kills the process some seconds after its first number."""
         try:
             deadline = time.monotonic() + 60
             while not self.last_said and time.monotonic() < deadline:
@@ -57,7 +57,7 @@ class Child:
         finally:
             os.kill(self._pid, signal.SIGKILL)
             _, status = os.waitpid(self._pid, 0)
-        assert os.WIFSIGNALED(status), "it has ended by itself"
+        assert os.WIFSIGNALED(status), "the process has exited before it was killed"
 
 
 def numbered(number: int) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 0) -> int:
-    """Kills processes that save one numbered checkpoint after the other; each continues where the last was killed.
+    """Kills processes that save numbered checkpoints; each process continues with the number of the previous process.
 
     Returns:
-        How many of them left something that does not load, or is older than what had been saved.
+        The number of processes that left a file that cannot be loaded, or that is older than the last save.
     """
     draw, number, num_lost = random.Random(seed), 0, 0
 
@@ -109,7 +109,7 @@ def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkey
 def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system")
+        pytest.skip("this host has no second file system")
     with tempfile.TemporaryDirectory(dir=other) as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         lost = (kill_while_saving(TorchCheckpointIO(), tmp_path / "last.ckpt", 10, seed) for seed in range(30))
@@ -117,7 +117,7 @@ def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Saves(pl.Callback):
-    """Says how many steps the newest checkpoint has at least."""
+    """A callback that reports the minimum number of steps of the newest checkpoint."""
 
     def __init__(self, say: Callable[[int], None]) -> None:
         self.say = say
@@ -160,7 +160,7 @@ def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_t
         found = {path.name: torch.load(path, weights_only=False) for path in tmp_path.glob("*.ckpt")}
         assert "last.ckpt" in found
         num_saved = min(save_top_k, child.last_said)
-        assert num_saved + 1 <= len(found) <= save_top_k + 2  # a new one is there before an old one goes
+        assert num_saved + 1 <= len(found) <= save_top_k + 2  # a new checkpoint is written before an old one is deleted
         assert found["last.ckpt"]["global_step"] >= child.last_said
         for checkpoint in found.values():
             assert checkpoint["state_dict"]["steps"].eq(checkpoint["global_step"]).all()
@@ -206,9 +206,9 @@ def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, 
 
 def test_the_next_save_removes_the_temporary_file_of_a_killed_process(tmp_path: Path):
     if not hasattr(os, "O_TMPFILE"):
-        pytest.skip("all files have names on this system, and what a killed process leaves stays")
+        pytest.skip("this system has no unnamed files, so the file of a killed process remains")
     (tmp_path / ".last.ckpt.01234567.whole").touch()
-    (tmp_path / ".other.ckpt.01234567.whole").touch()  # its process may be about to replace
+    (tmp_path / ".other.ckpt.01234567.whole").touch()  # a running process may be about to rename it
     AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "last.ckpt")
     assert sorted(os.listdir(tmp_path)) == [".other.ckpt.01234567.whole", "last.ckpt"]
 

@@ -1,4 +1,4 @@
-"""A part of torch's own tests and of our programs beside them. ``make conformance`` runs all, over gloo too."""
+"""Runs a part of torch's tests and of this package's programs over ``shm``. ``make conformance`` runs all cases."""
 
 import json
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from tests.support.ranks import run_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
-#: Cases of torch's that are quick, of every collective, in subgroups, asynchronous, with objects; DDP with each option.
+#: Quick cases of torch: all collectives, subgroups, asynchronous operations, objects, and DDP with each option.
 TORCH_CASES = [
     "test_all_gather_coalesced_simple",
     "test_all_gather_group",
@@ -69,7 +69,7 @@ NAMES = [*(f"DistributedTest.{name}" for name in TORCH_CASES), *PROGRAMS]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What has come of all cases; torch's run over ``shm``, and over gloo where they fail."""
+    """Provides the outcomes of all cases; torch's cases run over ``shm``, and failed cases also over gloo."""
     module = "torch.testing._internal.distributed.distributed_test"
     if find_spec(module) is None:
         pytest.skip(f"this torch has no {module}")
@@ -87,5 +87,5 @@ def test_passes_over_shm(name: str, outcomes: dict[str, Any]) -> None:
     if outcome["kind"] == "skipped":
         pytest.skip(outcome["why"])
     if gloo["kind"] != "passed":
-        pytest.skip(f"with this torch, gloo does not pass it: {gloo['why']}")
+        pytest.skip(f"with this version of torch, the case fails over gloo: {gloo['why']}")
     assert outcome["kind"] == "passed", f"{outcome['why']}\n{outcome['details']}"

@@ -1,8 +1,8 @@
-"""The promise of :mod:`lightning_strategies_ext.discovery`: installing the package is enough, and it harms nothing.
+""":mod:`lightning_strategies_ext.discovery`: an installation registers the strategies, without side effects.
 
-No script here imports the package unless that is what its test is about. The scripts run in environments of their own:
-the one of this test run (usually an editable install), one with the project's wheel instead, and one with further
-packages that offer strategies, some of them broken.
+Scripts do not import the package, except in tests of the import. The scripts run in three environments: the environment
+of the tests (usually an editable install), an environment with the project's wheel, and an environment with further
+packages with strategies, some of them broken.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import REPOSITORY, run_script
 from tests.support.virtual_environments import PACKAGE, Environment, Report, make_environment, table
 
-#: What torch calls, beside the package.
+#: The module that torch calls, next to the package.
 AUTOLOAD = f"{PACKAGE}_autoload"
 AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
@@ -35,7 +35,7 @@ def this_install(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def install_package(
     site: Path, name: str, pytorch: dict[str, str], fabric: dict[str, str] | None = None, source: str | None = None
 ) -> None:
-    """Puts a package of one module (none if ``source`` is None) where an installer would, with its entry points."""
+    """Installs a package with one module (none if ``source`` is None), and with entry points."""
     dist_info = site / f"{name}-1.0.dist-info"
     dist_info.mkdir()
     (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -49,7 +49,7 @@ def install_package(
 
 @pytest.fixture(scope="session")
 def third_parties(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """One package that works and is read between broken ones, in whatever order the metadata come."""
+    """Provides an environment with a valid package among broken packages, in any order of the metadata."""
     environment, site = make_environment(wheel, tmp_path_factory.mktemp("third_parties"))
     good = """
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
@@ -122,7 +122,7 @@ def test_the_name_works_on_the_command_line_of_lightning_cli(wheel_install: Envi
     assert result.stdout.splitlines()[-1] == "lightning_strategies_ext.pytorch.ddp 2"
 
 
-# --- switched off, and on again by an import ---
+# --- disabled, and enabled by an import ---
 
 IMPORT_AFTER_LIGHTNING = """
 import json
@@ -168,7 +168,7 @@ def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Envi
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
 
 
-# --- it costs nothing ---
+# --- no overhead ---
 
 KNOWS_SHM = "'shm' in torch.distributed.Backend.backend_list"
 MODULES_AFTER = "import json, sys, {}; print(json.dumps(sorted(sys.modules)))"
@@ -213,10 +213,10 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
 
 
 def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:
-    """Writes a package ``lightning`` whose two halves do not import each other, unlike the real one's.
+    """Writes a package ``lightning`` whose two halves do not import each other, unlike the real package.
 
     Returns:
-        The environment variables with which it shadows the real one.
+        The environment variables with which the stub shadows the real package.
     """
     for half, registry_name in registries.items():
         strategies = directory / "lightning" / half / "strategies.py"
@@ -245,7 +245,7 @@ print(json.dumps(["ddp_ext" in registry, [name for name in sys.modules if name.s
     assert wheel_install.report(script, env=env).value == [True, []]
 
 
-# --- it breaks nothing ---
+# --- broken environments ---
 
 
 @pytest.mark.processes
@@ -274,7 +274,7 @@ def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environmen
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
     script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
     report = wheel_install.report(script, env=env)
-    (said,) = report.messages  # one line, for both registries
+    (said,) = report.messages  # one message for both registries
     assert "supports Lightning 2.5 and 2.6, but lightning 2.4.1 is installed" in said
 
 
@@ -363,7 +363,7 @@ print(json.dumps(sorted(strategies.StrategyRegistry)))
 
 
 def findings_of(environment: Environment, *command: str, returncode: int) -> tuple[dict[str, str], dict[str, dict]]:
-    """What the doctor prints for machines: the environment, and strategies by name."""
+    """Returns the doctor's JSON: the environment, and strategies by name."""
     result = environment.run("-m", PACKAGE, *command, "--json")
     assert result.returncode == returncode, result.stdout + result.stderr
     found = json.loads(result.stdout)
@@ -378,7 +378,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
         found = shown[strategy.name]
         assert found["front_ends"] == (["Trainer", "Fabric"] if FABRIC in strategy.classes else ["Trainer"])
         assert found["engine"] == strategy.engine
-        if strategy.name == "ddp_elastic_ext":  # which is no fault
+        if strategy.name == "ddp_elastic_ext":  # not an error
             assert "torchrun --standalone" in found["problem"]
         elif strategy.name == "ddp_ray_ext" and found["problem"]:
             assert "pip install 'ray>=2.60,<3'" in found["problem"]
@@ -389,7 +389,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
             assert found["problem"] is None
         assert not found["is_error"]
     assert environment["torch"].startswith(torch.__version__)
-    assert "compiled native library" in environment["shm"]  # their source is in the wheel
+    assert "compiled native library" in environment["shm"]  # the wheel contains its source
     assert "there is no launcher" in environment["ranks here"]
 
 
@@ -414,7 +414,7 @@ def test_the_printed_table_fits_in_80_columns_with_a_row_for_each_group() -> Non
 
 @pytest.mark.processes
 def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A script that has trained with Horovod starts the launcher that starts this.
+    # A script that has trained with Horovod starts the launcher that starts this process.
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = run_script("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
@@ -424,7 +424,7 @@ def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
-        raise RuntimeError("cannot load MPI library")  # as mpi4py does without an MPI
+        raise RuntimeError("cannot load MPI library")  # like mpi4py without MPI
 
     monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(fail))
     said = doctor.environment_info()["ranks here"]

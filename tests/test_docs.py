@@ -1,6 +1,6 @@
-"""The documentation: every link leads somewhere, in the repository and on the site, and every named test exists.
+"""The documentation: all links have targets, in the repository and on the site, and all named tests exist.
 
-Building it fails where one of its own links or references does not lead anywhere.
+The build of the site fails on links and references without a target.
 """
 
 import ast
@@ -26,7 +26,7 @@ WRITTEN = [
     *sorted((REPOSITORY / "examples").rglob("*.md")),
     *PAGES,
 ]
-#: What the programs of ``docs/`` write and read.
+#: Files that the programs of ``docs/`` write and read.
 RECORDS = sorted(path for path in DOCS.rglob("*") if path.suffix in (".json", ".py", ".txt"))
 MAX_NAME_LENGTH = 80
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
@@ -48,7 +48,7 @@ def entries(nav: list[Any]) -> Iterator[str]:
 
 
 def pages_from_outside() -> dict[str, str]:
-    """Those that ``docs/site_hooks.py`` brings to the site; it imports MkDocs, which need not be here."""
+    """Returns the pages that ``docs/site_hooks.py`` adds to the site, without an import of MkDocs."""
     for node in ast.parse((DOCS / "site_hooks.py").read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "PAGES":
             return ast.literal_eval(node.value)
@@ -59,7 +59,7 @@ NAV = list(entries(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as git hosts create them."""
+    """Returns the anchors of a page's headings, as git hosts create them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -82,7 +82,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page):
 
 @cache
 def names_of_tests(file: Path) -> frozenset[str]:
-    """The names of the test functions that a module defines or imports."""
+    """Returns the names of the test functions that a module defines or imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -93,7 +93,7 @@ def names_of_tests(file: Path) -> frozenset[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether there is a module or test of this name: ``tests/a/test_b.py::test_c`` or ``tests.a.test_b::test_c``."""
+    """Returns whether a module or test exists: ``tests/a/test_b.py::test_c`` or ``tests.a.test_b::test_c``."""
     module, _, function = name.partition("::")
     file = (REPOSITORY / module.removesuffix(".py").replace(".", "/")).with_suffix(".py")
     return file.is_file() and (not function or function in names_of_tests(file))
@@ -132,7 +132,7 @@ def test_the_site_has_every_page_once():
 
 
 def test_the_first_page_leads_to_every_other_in_the_same_order():
-    """But for the pages of the reference, which has a first page of its own."""
+    """Pages of the reference are excluded: the first page of the reference links to them."""
     shown = {page: source for source, page in pages_from_outside().items()}
     text = (DOCS / "README.md").read_text()
     pages = [page for page in NAV if page != "README.md" and not re.match("reference/(?!README)", page)]
@@ -162,7 +162,7 @@ def test_failures_that_are_described_can_be_made():
     assert described - {"--help"} <= cases
 
 
-#: Names that are passed to ``os.environ``, or to another mapping of that kind, and names in constants.
+#: Names that are passed to ``os.environ``, or to a similar mapping, and names in constants.
 _READ_OR_SET = re.compile(r"""\b(?:environ|environment)(?:\.(?:get|pop|setdefault)\(|\[)["']([A-Z]\w*)["']""")
 _CONSTANT = re.compile(r"""["']((?:LIGHTNING_STRATEGIES_EXT|HOROVOD|TORCHELASTIC|RAY)_[A-Z_]+[A-Z])["']""")
 

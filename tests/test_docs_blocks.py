@@ -7,7 +7,7 @@ which the rendered page does not show, change this:
     <!-- run: torchrun --standalone --nproc-per-node 2 train.py -->   the block runs with this command
     <!-- file: hosts.sh -->                                           the block is a file for the blocks of its page
 
-The block of the README is run by :mod:`tests.test_readme`.
+:mod:`tests.test_readme` runs the block of the README.
 """
 
 import ast
@@ -76,7 +76,7 @@ def name_of(block: Block) -> str:
 
 
 def missing_package(block: Block) -> str | None:
-    """Returns the name of an optional package that a block needs and this environment lacks."""
+    """Returns the name of an optional package that a block requires and this environment does not have."""
     if re.search(r"\bray\b|ddp_ray|DDPRay", block.text) and importlib.util.find_spec("ray") is None:
         return "Ray"
     if "ray.train" in block.text and importlib.util.find_spec("pyarrow") is None:

@@ -1,4 +1,4 @@
-"""The promises of an editable install: it is the checkout, and when that is gone, `import torch` still works."""
+"""Editable installs use the checkout; after the checkout is removed, `import torch` still works."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ print(json.dumps("ddp_ext" in StrategyRegistry))
 
 
 def build_editable(directory: Path, checkout: Path) -> Path:
-    """What pip installs of a checkout with ``--editable``."""
+    """Builds the wheel that pip installs with ``--editable``; returns its path."""
     build = f"from hatchling.build import build_editable; build_editable({str(directory)!r})"
     done = subprocess.run(
         [sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=ranks.LIMIT_S
@@ -31,7 +31,7 @@ def build_editable(directory: Path, checkout: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this one, as far as an install needs it."""
+    """Provides a copy of this checkout, with the files that an installation needs."""
     directory = tmp_path_factory.mktemp("user") / "checkout"
     copy_checkout(directory)
     return directory
@@ -39,7 +39,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """One in which that checkout is installed."""
+    """Provides an environment with an editable install of the checkout."""
     directory = tmp_path_factory.mktemp("environment")
     wheel = build_editable(tmp_path_factory.mktemp("wheel"), checkout)
     return virtual_environments.make_environment(wheel, directory)[0]

@@ -1,4 +1,4 @@
-"""Containers and hardened hosts: what the kernel or a mount refuses is replaced, or one message names it."""
+"""Containers and hardened hosts: features that the kernel or a mount denies are replaced, or a message names them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The store of ranks of one host: what torch expects of a store, and what other users of the host can do with it."""
+"""The store of ranks of one host: torch's requirements of a store, and access by other users of the host."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def store() -> HostStore:
 
 
 def use(store: dist.Store) -> list[Any]:
-    """Uses all that torch uses of a store, and returns what came back."""
+    """Calls all methods of a store that torch uses, and returns the results."""
     store.set("key", "value")
     found = [store.get("key"), store.add("sum", 2), store.add("sum", 3), store.get("sum")]
     found += [store.check(["key"]), store.check(["key", "other"]), store.num_keys()]
@@ -52,7 +52,7 @@ def use(store: dist.Store) -> list[Any]:
     store.wait(["m1", "m2"])
     store.wait(["m1"], timedelta(seconds=5))
     found += [store.get("list"), store.multi_get(["m1", "m2"]), store.has_extended_api()]
-    store.set("m1", "0" * 300_000)  # more than a socket holds
+    store.set("m1", "0" * 300_000)  # more than the buffer of a socket
     return [*found, len(store.get("m1")), store.delete_key("m1"), store.delete_key("m1"), store.check(["m1"])]
 
 
@@ -72,7 +72,7 @@ def test_waiting_ends_with_an_error_that_names_the_keys(store: HostStore):
         dist.PrefixStore("part", store).get("c")
     store.set_timeout(timedelta(seconds=30))
     store.set("part/c", "here")
-    assert dist.PrefixStore("part", store).get("c") == b"here", "an abandoned request changes no later one"
+    assert dist.PrefixStore("part", store).get("c") == b"here", "an abandoned request must not affect later requests"
 
 
 def test_a_thread_that_waits_delays_no_other(store: HostStore):
@@ -94,7 +94,7 @@ def test_a_rank_learns_at_once_that_the_process_with_the_store_has_ended():
     )
     name = host_store.new_name()
     server = subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    client = host_store.connect(name)  # before it is served
+    client = host_store.connect(name)  # before a process serves the store
     client.set("key", "value")
     client.set("stop", "")
     assert server.communicate(timeout=60)[0] == "stopped\n"
@@ -115,7 +115,7 @@ def test_a_wrong_request_is_an_error_of_the_client_that_sends_it(store: HostStor
 
 
 def connection_to(store: HostStore, *requests: Any) -> socket.socket:
-    """A client that sends requests and reads no answer."""
+    """Connects a client that sends requests and does not read the responses."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(host_store_server.address(store.name))
     for request in requests:
@@ -129,7 +129,7 @@ def test_a_client_that_does_not_read_its_answer_delays_no_other_and_gets_it_late
     with connection_to(store, ("multi_get", (["large"],))) as slow:
         began = time.monotonic()
         assert store.add("n", 1) == 1
-        assert time.monotonic() - began < 3, "less than any limit of the server's"
+        assert time.monotonic() - began < 3, "less than all limits of the server"
         slow.settimeout(60)
         is_done, (value,) = host_store._receive(slow)
         assert (is_done, len(value)) == (True, size)
@@ -191,7 +191,7 @@ def test_a_client_that_ends_while_it_waits_ends_no_store():
         waiting = connection_to(store, ("wait", (["key"],)))
         setting = connection_to(store)
         store.set("before", "")
-        process.send_signal(signal.SIGSTOP)  # so that all that follows is there at once
+        process.send_signal(signal.SIGSTOP)  # so that the following requests arrive together
         setting.sendall(host_store_server.encode(("set", ("key", b"value"))))
         waiting.close()
         process.send_signal(signal.SIGCONT)
@@ -212,7 +212,7 @@ def test_a_forked_process_does_not_hide_that_the_one_with_the_store_has_ended():
 
 
 def join_by_files(path: str) -> tuple[Any, ...]:
-    """In a group of a backend whose threads may use the store, and which therefore has one in a file."""
+    """Joins a group whose backend may use the store in threads, and which therefore uses a store in a file."""
     environment = LightningEnvironment()
     environment.set_global_rank(environment.local_rank())
     environment.set_world_size(2)
@@ -242,7 +242,7 @@ def test_a_backend_with_threads_of_its_own_gets_a_store_in_a_file_without_a_name
 
 
 def join_and_start_a_launcher() -> str:
-    """In a rank that this package has started: another launcher starts ranks of its own from it."""
+    """Starts another launcher's ranks from a rank that this package has started; returns the names of their stores."""
     os.environ[rank_variables.STORE] = rank_variables.store_variable("name", os.environ["MASTER_PORT"])
     rank_variables.record_owner()
     program = "from lightning_strategies_ext import rank_variables as r; r.record_owner(); print(r.store_name())"
@@ -332,7 +332,7 @@ def test_another_user_that_takes_the_name_of_an_ended_store_does_not_delay_a_ran
             assert squatter.stdin is not None
             assert squatter.stdout.readline() == "full\n"
             with pytest.raises(dist.DistNetworkError, match="has ended"):
-                store.get("key")  # by the connection that there was
+                store.get("key")  # over the existing connection
             store.set_timeout(timedelta(seconds=1))
             with pytest.raises(dist.DistStoreError, match="No process served the store of these ranks within 1 s"):
                 store.get("key")
@@ -340,7 +340,7 @@ def test_another_user_that_takes_the_name_of_an_ended_store_does_not_delay_a_ran
 
 
 def join_by_a_name_of_another_job(name: str) -> str:
-    """Ranks that another launcher has started read a name that another user has written."""
+    """Joins in ranks of another launcher, which read a name that another user has written."""
     rendezvous._HOST_STORE = "rank 0 writes elsewhere" if os.environ["LOCAL_RANK"] == "0" else "host_store"
     environment = LightningEnvironment()
     environment.set_global_rank(environment.local_rank())
@@ -420,7 +420,10 @@ def test_ranks_started_on_one_host_listen_on_the_loopback_interface_only(names: 
     assert ran.returncode == 0, ran.stderr
     listeners = [json.loads(line) for line in re.findall(r"listens (\[.*\])", ran.stdout)]
     assert sorted(rank for rank, _ in listeners) == sorted([0, 1] * len(names)), ran.stdout
-    for rank, addresses in listeners:  # Horovod's gloo, and on rank 0 its rendezvous; torch's gloo no longer listens
+    for (
+        rank,
+        addresses,
+    ) in listeners:  # Horovod's gloo, and on rank 0 its rendezvous; torch's gloo has closed its listeners
         assert len(addresses) <= (0 if names != ["horovod_ext"] else 2 if rank == 0 else 1), listeners
         assert {address for address, _ in addresses} <= {"127.0.0.1"}, listeners
 

@@ -1,4 +1,4 @@
-"""Identities of collectives: which ones ranks must not pair, and how messages name them."""
+"""Identities of collectives: pairs that are errors, and their names in messages."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Imports within the package: layers, cycles, and which modules work without Lightning."""
+"""Imports within the package: layers, cycles, and modules that work without Lightning."""
 
 import ast
 import subprocess
@@ -53,7 +53,7 @@ def name_of(module: Path) -> str:
 
 
 def packages_imported_by(module: Path) -> set[str]:
-    """Returns the packages that a module imports, also within functions and for types only."""
+    """Returns the packages that a module imports, also in functions and for types only."""
     imported = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
@@ -69,7 +69,7 @@ def test_a_package_imports_only_from_lower_layers(package: str) -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Returns the modules that each module imports when it is imported itself, and those that it imports for types."""
+    """Returns the modules that each module imports at its import, and the modules that it imports for types."""
     paths = [path for path in modules_of(".") if f"/{PACKAGE}/pytorch_lightning/" not in str(path)]
     modules = {name_of(path): path for path in paths}
     graph: dict[str, set[str]] = {}

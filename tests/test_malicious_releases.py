@@ -1,6 +1,6 @@
 """Malicious releases of Lightning (GHSA-w37p-236h-pfx3) are detected from metadata, and never imported.
 
-The fake distributions of these tests stand before the real ones on the path, and record when they are imported.
+The fake distributions of the tests precede the real ones on the path, and record their import.
 """
 
 import json
@@ -53,7 +53,7 @@ def release(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
 
-#: Releases for tests of what does not depend on the version: one of each distribution.
+#: Releases for tests that do not depend on the version: one release of each distribution.
 OF_EACH_DISTRIBUTION = [(name, max(MALICIOUS_VERSIONS)) for name in DISTRIBUTIONS]
 of_each_distribution = pytest.mark.parametrize("release", OF_EACH_DISTRIBUTION, ids="=".join)
 
@@ -86,7 +86,7 @@ def test_nothing_is_registered_even_where_the_script_imports_it(fake, release):
     result = fake.run("-c", script)
     assert result.stdout.splitlines()[-1:] == ["[] False"], result.stderr
     assert len(warnings_in(result.stderr)) == 1
-    assert fake.was_imported.exists()  # by the script, which proves that the fake records an import
+    assert fake.was_imported.exists()  # imported by the script, which shows that the fake records an import
 
 
 @pytest.mark.processes

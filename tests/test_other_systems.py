@@ -1,4 +1,4 @@
-"""What is promised of macOS and Windows, by a Python that pretends to be one of them: it lacks what they lack."""
+"""Support for macOS and Windows, simulated by a Python without the features that these systems lack."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ from tests.wheel_check import NET
 
 pytestmark = pytest.mark.processes
 
-#: Python runs it before a script, in the processes that this one starts too. What torch and Lightning need of the
-#: system that there really is, they have imported before the pretence begins.
+#: Python runs this code before a script, also in child processes. Torch and Lightning import their requirements of the
+#: real system before the simulation begins.
 PRETENCE = """
 import os
 import shutil
@@ -30,7 +30,7 @@ import lightning.fabric.plugins.environments.mpi as mpi
 import sysconfig
 
 sysconfig.get_paths()
-mpi._MPI4PY_AVAILABLE = False  # it looks for the MPI of such a system, which Lightning 2.5.0 takes for an error
+mpi._MPI4PY_AVAILABLE = False  # mpi4py searches for the system's MPI, whose absence is an error in Lightning 2.5.0
 
 LACKING = {
     os: ["O_TMPFILE", "memfd_create", "pidfd_open", "sched_getaffinity"],
@@ -42,11 +42,11 @@ if SYSTEM == "win32":
     for name in ("fcntl", "grp", "pwd", "resource", "termios"):
         sys.modules[name] = None
     torch.multiprocessing.get_all_start_methods = lambda: ["spawn"]
-    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda path: False)  # Python 3.12 asks it
+    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda path: False)  # Python 3.12 calls it
 for module, names in LACKING.items():
     for name in names:
         delattr(module, name)
-tempfile._O_TMPFILE_WORKS = False  # as it finds out where it is imported
+tempfile._O_TMPFILE_WORKS = False  # tempfile checks this at its import
 sys.platform = SYSTEM
 """
 
@@ -88,7 +88,7 @@ import lightning_strategies_ext
 
 
 def run_on(system: str, script: str, directory: Path) -> list[str]:
-    """What a script prints on that system, line by line."""
+    """Returns the lines that a script prints on the simulated system."""
     (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
     (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,7 @@ def run_on(system: str, script: str, directory: Path) -> list[str]:
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, output + errors
-    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8's says so of itself
+    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # a message of torch 2.8
 
 
 ON_ONE_PROCESS = """
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     import os
     import torch.distributed as dist
 
-    if "LOCAL_RANK" not in os.environ:  # `ddp_ext` runs the script once more
+    if "LOCAL_RANK" not in os.environ:  # `ddp_ext` runs the script again
         alone = train("auto", 1)
         print(*(alone == train(strategy, 2) for strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")))
     weights = train("ddp_ext", 2)
@@ -155,5 +155,5 @@ if __name__ == "__main__":
 def test_on_macos_ranks_talk_over_gloo(tmp_path: Path):
     lines = run_on("darwin", ON_SEVERAL, tmp_path)
     assert "True True True" in lines
-    assert lines.count("True 2 gloo") == 2  # of both ranks
+    assert lines.count("True 2 gloo") == 2  # on both ranks
     assert len([line for line in lines if line.startswith("SIGTERMException")]) == 2, lines

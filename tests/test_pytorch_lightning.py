@@ -12,20 +12,20 @@ from lightning_strategies_ext import lightning_names
 from tests.support import mirrored_repository, virtual_environments
 from tests.support.ranks import REPOSITORY, run_script
 
-#: Tests that are run once more, with the other name in them; ``make matrix CORNERS=other_name`` runs all.
+#: Tests that also run with the other name of Lightning; ``make matrix CORNERS=other_name`` runs all tests.
 RUN_AGAIN = [
     "tests/pytorch/test_ddp.py",
     "tests/pytorch/test_command_line.py",
     "tests/fabric/test_front_ends.py",
     "tests/lightning_private",
 ]
-#: Tests of each registered name, which start many processes. The names are registered by the same code for both.
+#: Tests of each registered name, which start many processes. The same code registers the names in both packages.
 NOT_AGAIN = "not every_fork_name and not every_popen_name and not that_is_an_option_reaches"
 
 
 def run(script: str, directory: Path, *arguments: str) -> list[Any]:
-    """What a script prints as JSON in its last line."""
-    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    """Returns the JSON in the last line of a script's output."""
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     file = directory / "script.py"
     file.write_text(script)
     result = run_script(file, *arguments)
@@ -36,14 +36,14 @@ def run(script: str, directory: Path, *arguments: str) -> list[Any]:
 def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
     directory = REPOSITORY / lightning_names.MIRROR.replace(".", "/")
     found = {path.relative_to(directory): path.read_text() for path in directory.rglob("*.py")}
-    expected = hatch_build.twins(REPOSITORY)
+    expected = hatch_build.mirrored_sources(REPOSITORY)
     assert found.keys() == expected.keys(), "run `python hatch_build.py`"
     assert [str(path) for path in expected if expected[path] != found[path]] == [], "run `python hatch_build.py`"
 
 
 def test_no_generated_module_names_lightning():
     modules = hatch_build.modules_of(REPOSITORY)
-    for path, text in hatch_build.twins(REPOSITORY).items():
+    for path, text in hatch_build.mirrored_sources(REPOSITORY).items():
         imported = hatch_build.imported_by(text, modules)
         assert not {name for name in imported if name.split(".")[0] == "lightning"}, path
 
@@ -51,7 +51,7 @@ def test_no_generated_module_names_lightning():
 @pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_tests_pass_with_the_other_name_in_them(tmp_path):
-    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     mirrored_repository.write(tmp_path)
     pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", NOT_AGAIN, *RUN_AGAIN)
     environment = {"PYTHONPATH": str(tmp_path)}
@@ -127,8 +127,8 @@ def test_both_packages_train_alike_in_one_process_and_refuse_each_others_strateg
 
 @pytest.fixture(scope="module")
 def without_lightning(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> virtual_environments.Environment:
-    """Where there is ``pytorch_lightning`` only."""
-    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    """Provides an environment with ``pytorch_lightning`` only."""
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     directory = tmp_path_factory.mktemp("without_lightning")
     return virtual_environments.make_environment(wheel, directory, without=("lightning", "lightning-*"))[0]
 
@@ -217,7 +217,7 @@ def test_strategies_are_for_the_imported_name_or_else_for_lightning(tmp_path, im
 
 @pytest.mark.processes
 def test_other_packages_register_strategies_for_the_other_name(wheel, tmp_path):
-    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     environment, site = virtual_environments.make_environment(wheel, tmp_path)
     about = site / "other-1.0.dist-info"
     about.mkdir()

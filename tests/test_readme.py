@@ -1,4 +1,4 @@
-"""The README: its limits, and that each command, script, output and figure in it is real."""
+"""The README: its length, and the correctness of each command, script, output, and figure."""
 
 import re
 import shlex
@@ -73,7 +73,7 @@ def column(page: str, heading: str, names: tuple[str, ...]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Git repository with the files of this checkout that an installation needs."""
+    """Provides a Git repository with the files of this checkout that an installation needs."""
     directory = tmp_path_factory.mktemp("git") / "clone"
     copy_checkout(directory)
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
@@ -191,7 +191,7 @@ def test_the_summary_of_the_benchmarks_has_the_figures_of_its_tables():
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 @pytest.mark.parametrize("command", [INSTALL_CLONE, INSTALL_URL])
 def test_the_package_can_be_installed_inspected_and_removed(command: str, clone: Path, tmp_path: Path):
-    """Dependencies are in the environment already, and the build takes its requirements from there: no network."""
+    """The environment has all dependencies and build requirements, so the test does not need a network."""
     environment, _ = make_environment(None, tmp_path, without=[f"*{PACKAGE}*"])
 
     def run(line: str, *options: str, directory: Path = environment.work_dir) -> "subprocess.CompletedProcess[str]":
@@ -228,7 +228,7 @@ def test_the_script_prints_what_is_written_with_both_strategies(
 
 
 def run_wrong_label(directory: Path, *options: str) -> str:
-    """Runs the example in a directory of its own, and returns its standard error."""
+    """Runs the example in a new directory, and returns its standard error."""
     script = shutil.copy(REPOSITORY / "examples" / "wrong_label.py", directory)
     done = Environment(Path(sys.executable), directory).run(script, *options, timeout_s=LIMIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -250,7 +250,7 @@ def test_the_failure_report_is_what_the_example_prints(tmp_path: Path):
 def test_stock_ddp_prints_what_the_readme_describes(tmp_path: Path):
     errors = run_wrong_label(tmp_path, "--strategy", "ddp").splitlines()
     assert len([line for line in errors if line.startswith("[rank")]) > 100
-    # Which of the two the kernel reports depends on what rank 1 had not read.
+    # The kernel reports one of the two, depending on unread data of rank 1.
     assert [line for line in errors if re.search("Connection (closed|reset) by peer", line)]
 
 
@@ -272,7 +272,7 @@ def test_make_demo_runs_a_program_that_trains(tmp_path: Path):
 
 @pytest.mark.processes
 def test_make_test_runs_what_the_readme_describes():
-    """Only its plan is read: this test is among what it runs."""
+    """The test only reads the plan of the command, because the command runs this test."""
     planned = run_command("make", "--directory", REPOSITORY, "--dry-run", TEST.split()[1])
     assert planned.returncode == 0, planned.stdout
     assert [program for program in ("ruff check", "mypy", "pytest") if f"/{program}" not in planned.stdout] == []

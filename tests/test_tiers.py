@@ -1,4 +1,4 @@
-"""Tiers of tests: which tests fail for what they start or for how long they take, and which tests the table names."""
+"""Tiers of tests: failures of tests that start processes or take too long, and the tests of the table."""
 
 import re
 import subprocess
@@ -87,7 +87,7 @@ def test_the_table_of_promises_names_tests_that_exist(request: pytest.FixtureReq
         assert (REPOSITORY / file).is_file(), test
         function = name.partition("[")[0]
         assert not function or f"def {function}(" in (REPOSITORY / file).read_text(), test
-    # Parameters are known for the functions that this run has collected, unless it was asked for some parameters.
+    # Parameters are known for all functions that this run has collected, unless the run selects single parameters.
     collected = request.config.stash[collected_tests]
     functions = {item.nodeid.partition("[")[0] for item in collected}
     for test in tests:

@@ -1,4 +1,4 @@
-"""``examples/tour.py``: what a script sees after ``fit``, ``test`` and ``predict`` is what it sees with one device."""
+"""``examples/tour.py``: after ``fit``, ``test`` and ``predict``, a script has the same state as with one device."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.ranks import REPOSITORY, run_script
 
 pytestmark = pytest.mark.processes
 
-#: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
+#: Strategies that run the script on each rank: each rank has its part of the predictions, as with Lightning's.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
 
 

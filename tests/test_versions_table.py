@@ -1,4 +1,4 @@
-"""``docs/versions.md`` and ``docs/version_tests.md``: a run of one corner changes nothing of the other corners."""
+"""``docs/versions.md`` and ``docs/version_tests.md``: a run of one corner does not change other corners."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_dies(): os._exit(3)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pytest reports of tests that end in each of the ways that there are."""
+    """Provides a report of pytest on tests with all kinds of results."""
     directory = tmp_path_factory.mktemp("tested")
     (directory / "test_it.py").write_text(TESTS)
     options = ("-p", "no:cacheprovider", "--junitxml=report.xml")
@@ -42,7 +42,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with both pages, each with the lines around its generated part."""
+    """Provides a directory with both pages, each with the lines around its generated part."""
     page = f"# Versions\n\nBefore.\n\n{versions_table.BEGIN}\n{versions_table.END}\n\nAfter.\n"
     for variable, name in (("PAGE", "versions.md"), ("DETAILS", "version_tests.md")):
         (tmp_path / name).write_text(page)
@@ -52,15 +52,15 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(pages: Path) -> dict[str, list[str]]:
-    """The cells of each corner's row."""
+    """Returns the cells of each corner's row."""
     lines = [line for line in (pages / "versions.md").read_text().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     assert {len(row) for row in cells} == {len(cells[0])}
-    return {row[0]: row[1:] for row in cells[2:]}  # after the names of the columns and a line
+    return {row[0]: row[1:] for row in cells[2:]}  # without the header and the ruler
 
 
 def details(pages: Path) -> str:
-    """The page with the failed and skipped tests."""
+    """Returns the page with the failed and skipped tests."""
     return (pages / "version_tests.md").read_text()
 
 

@@ -1,4 +1,4 @@
-"""The promises of the release: the installation of a wheel needs no checkout and no compiler."""
+"""Releases: the installation of a wheel needs no checkout and no compiler."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was released as the source, unpacked."""
+    """Provides the unpacked source distribution."""
     directory = tmp_path_factory.mktemp("sdist")
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", directory, REPOSITORY)
     (archive,) = directory.glob("*.tar.gz")
@@ -41,7 +41,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheel for each kind of machine, made from the released source."""
+    """Provides the wheel for each architecture, built from the source distribution."""
     made = {}
     for machine in MACHINES:
         directory = tmp_path_factory.mktemp(machine)
@@ -155,7 +155,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"there is no wheel for {platform.machine()}")
+@pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"no wheel is built for {platform.machine()}")
 def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels: dict[str, Path], tmp_path: Path):
     environment, site = virtual_environments.make_environment(wheels[platform.machine()], tmp_path)
     script = tmp_path / "sums.py"
@@ -164,10 +164,10 @@ def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels:
     where = {"CC": "no-such-compiler", "LIGHTNING_STRATEGIES_EXT_CACHE_DIR": str(cache)}
     done = environment.run(script, f"file://{tmp_path}/meeting", env=where)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # where nothing is compiled, rank 0 says so
+    assert done.stderr == ""  # rank 0 logs that no library was compiled
     assert not cache.exists()
 
-    (site / LIBRARY).write_text("what another system cannot load, say")
+    (site / LIBRARY).write_text("a library that this system cannot load")
     done = environment.run(script, f"file://{tmp_path}/another", env=where)
     assert done.returncode == 0, done.stderr
     assert "runs in Python, which is slower: there is no C compiler" in done.stderr
@@ -175,7 +175,7 @@ def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels:
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stress as a program for aarch64 that needs nothing of a system."""
+    """Provides the stress test as a static program for aarch64."""
     directory = tmp_path_factory.mktemp("stress")
     program = directory / "stress"
     source = REPOSITORY / "lightning_strategies_ext" / "shm"
@@ -185,7 +185,7 @@ def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="there is no qemu-aarch64 (Debian: qemu-user)")
+@pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="qemu-aarch64 is not installed (Debian: qemu-user)")
 @pytest.mark.parametrize("sleeps", [0, 1])
 def test_the_source_passes_its_stress_on_aarch64(stress: Path, sleeps: int):
     assert run("qemu-aarch64", stress, "2", "100", str(sleeps)) == "all sums are right\n"

@@ -1,8 +1,8 @@
-"""Checks the wheel that is installed with one of its extras, where there is no checkout.
+"""Checks a wheel that is installed with one of its extras, outside of a checkout.
 
     python wheel_check.py lightning
 
-``make matrix CORNERS=wheel`` runs it in an environment for each extra.
+``make matrix CORNERS=wheel`` runs this program in an environment for each extra.
 """
 
 import importlib
@@ -78,7 +78,7 @@ def run(*command: str) -> str:
 
 
 def train(trainer: str, *strategies: str) -> None:
-    """Trains with each of them."""
+    """Trains with each of the strategies."""
     Path("train.py").write_text(TRAINING.format(trainer=trainer, net=NET))
     for strategy in strategies:
         assert "trained" in run("train.py", strategy), strategy
@@ -102,7 +102,7 @@ def main(extra: str) -> None:
     named = [line for line in asked if re.search(rf"extra == ['\"]{extra}['\"]", line)]
     assert bool(named) == bool(extra), asked
     run("-m", "pip", "check")
-    print(f"the wheel works with {extra or 'no extra'}, which brings {len(named)} requirements")
+    print(f"the wheel works with {extra or 'no extra'}, which has {len(named)} requirements")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``--against REV`` of the benchmarks: the current program measures both revisions, and removes its worktree."""
+"""``--against REV`` of the benchmarks: the current program measures both revisions, and leaves no files."""
 
 import argparse
 import json

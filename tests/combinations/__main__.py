@@ -1,4 +1,4 @@
-"""Runs the table of combinations: ``python -m tests.combinations --report docs/combinations.md`` writes the page.
+"""Tests combinations of features: ``python -m tests.combinations --report docs/combinations.md`` writes the page.
 
 python -m tests.combinations --strategies ddp_ext --only EMA accumulation   # some cells
 python -m tests.combinations --strategies ddp_ext --fault "ranks differ"     # every cell has to fail

@@ -107,7 +107,7 @@ def _uneven(way: str, lengths: tuple[int, int]) -> Callable[[Setup], None]:
 
 
 def _lbfgs(setup: Setup) -> None:
-    """LBFGS amplifies the rounding of float32 beyond the limit of "exact"."""
+    """Selects LBFGS with float64, because it amplifies the rounding of float32 beyond the limit of "exact"."""
     setup.flags.add("lbfgs")
     setup.trainer.setdefault("precision", "64-true")
 

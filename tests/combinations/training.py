@@ -220,7 +220,7 @@ def batches_of(setup: Setup, rank: int, world_size: int, seed: int = 7) -> DataL
         return DataLoader(Stream(samples, batches), batch_size=None)
     if any(flag.startswith("uneven") for flag in setup.flags):
         return DataLoader(samples, batch_sampler=batches)
-    # A sampler that the Trainer makes would shuffle.
+    # A sampler that the Trainer creates would shuffle.
     sampler = None if is_alone else DistributedSampler(samples, world_size, rank, shuffle=False)
     return DataLoader(samples, batch_size=size, sampler=sampler)
 
@@ -231,7 +231,7 @@ class _StopsAfterOneEpoch(Callback):
 
 
 class _Fault(Callback):
-    """Scales the gradients of a rank."""
+    """A callback that scales the gradients of a rank."""
 
     def __init__(self, name: str) -> None:
         self.name = name

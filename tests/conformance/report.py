@@ -27,7 +27,7 @@ Otherwise the command fails. It also fails if the list contains a case that pass
 In torch's cases, the backend is called "gloo", and `shm` replaces each group that would use gloo. A check at the
 creation of a group verifies this. Cases that require GPUs run on the CPU, where `.cuda()` has no effect. Cases that
 need a GPU for other reasons fail over gloo, and do not count. A failed case runs a second time. Cases that pass the
-second time have a table of their own.
+second time are in a separate table.
 """
 
 

@@ -64,7 +64,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class InForkedRanks(common_distributed.MultiProcessTestCase):
-    """Starts the ranks of a case, and kills ranks that remain after it."""
+    """A test case that starts the ranks of a case, and kills ranks that remain after it."""
 
     backend = "gloo"
     log = Path(os.devnull)

@@ -18,7 +18,7 @@ BATCH = 2  # before this batch, the totals are gathered and restored
 
 
 class Counts(MLP):
-    """Logs numbers that differ between the ranks, with each reduction."""
+    """A model that logs numbers that differ between the ranks, with each reduction."""
 
     def __init__(self, restores_totals: bool, logs_late: bool = False) -> None:
         super().__init__()

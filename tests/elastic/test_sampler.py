@@ -19,7 +19,7 @@ def make_loader(num_samples: int, batch_size: int, sampler: Any = None, **kwargs
 
 
 class Worlds:
-    """Iterates over an epoch as the ranks of one world after another.
+    """The ranks of successive worlds, which iterate over an epoch.
 
     Args:
         make: Function that creates a loader.

@@ -1,4 +1,4 @@
-"""Workers that exit during ``fit``, with ``ddp_spawn_elastic_ext``: the others continue, and a new worker joins them.
+"""Workers that exit during ``fit``, with ``ddp_spawn_elastic_ext``: other workers continue, and a new worker joins.
 
 Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
 """

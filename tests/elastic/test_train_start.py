@@ -32,7 +32,7 @@ class Plan:
     Attributes:
         directory: Directory for the marks and results of processes.
         signum: Signal that workers send to themselves, once, before step 3.
-        ranks: Ranks of these workers.
+        ranks: Ranks of the workers that send the signal.
         worlds: Sizes of the worlds of a remaining worker, which stops in the last world.
         later_width: Outputs of the layer that is added after the signal.
     """
@@ -45,7 +45,7 @@ class Plan:
 
 
 class Extended(pl.LightningModule):
-    """Adds a layer with its own parameter group in ``on_train_start``."""
+    """A model that adds a layer with its own parameter group in ``on_train_start``."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_sigterm_to_each_worker_ends_fit(tmp_path: Path) -> None:
 
 
 class Unequal(Extended):
-    """Has gradients that differ between the ranks: 1 on rank 0, and 2 on rank 1."""
+    """A model whose gradients differ between the ranks: 1 on rank 0, and 2 on rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return (1 + self.global_rank) * sum(parameter.sum() for parameter in self.parameters())

@@ -25,7 +25,7 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardAg", "ra
 
 @pytest.fixture
 def directory() -> Iterator[str]:
-    """Directory for Ray's files, which remain after a SIGKILL; pytest's paths are too long for Ray's sockets."""
+    """Provides a directory for Ray's files, which remain after a SIGKILL; pytest's paths are too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as directory:
         yield directory
 

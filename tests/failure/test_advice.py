@@ -1,4 +1,4 @@
-"""The report of a failure with a known remedy begins with the remedy."""
+"""The report of a failure with a known fix begins with the fix."""
 
 from pathlib import Path
 

@@ -199,7 +199,7 @@ def test_a_computing_rank_and_a_rank_that_waits_for_an_exited_peer_are_not_kille
 
 @contextmanager
 def linked_monitors() -> Iterator[tuple[list[ElasticMonitor], list[threading.Event]]]:
-    """Failure monitors of ranks on different hosts, in one process; records which ranks' collectives were aborted."""
+    """Provides failure monitors of ranks on different hosts, in one process, and an event per rank for an abort."""
     store, are_aborted = dist.HashStore(), [threading.Event() for _ in range(NUM_RANKS)]
     own = Peer.this_process(0)
     peers = {rank: replace(own, rank=rank, host=f"host{rank}") for rank in range(NUM_RANKS)}

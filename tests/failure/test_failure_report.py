@@ -1,4 +1,4 @@
-"""The files of failure reports, and the texts of exceptions."""
+"""The files of failure reports, and the texts of exceptions in reports."""
 
 import io
 import os

@@ -37,7 +37,7 @@ SECONDS_PER_STEP = 0.02
 
 
 class Steady(MLP):
-    """A model that selects batches by the number of the step. A resumed run has the batches of an undisturbed run.
+    """A model that selects batches by the number of the step. A resumed run uses the batches of an undisturbed run.
 
     (Lightning resumes an interrupted epoch with the first batch of a loader, unless the loader is stateful.)
     """
@@ -58,7 +58,7 @@ class Steady(MLP):
 
 
 class Report(Callback):
-    """Writes files: the process ID of each rank during training, and the end of the run on each rank."""
+    """A callback that writes files: the process ID of each rank during training, and the end of each rank's run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -99,7 +99,7 @@ def train(
 
 
 class Fail(Callback):
-    """Raises at step 5 on some ranks. Other ranks may sleep, so that a closed connection does not wake them."""
+    """A callback that raises at step 5 on some ranks. Other ranks may sleep; then no closed connection wakes them."""
 
     def __init__(self, *failing: int, others_are_stuck: bool = False) -> None:
         self.failing = failing
@@ -242,7 +242,7 @@ def resume(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class Interrupt(Callback):
-    """Sends a SIGTERM to this process at batch 3 of a stage, and counts the batches."""
+    """A callback that sends a SIGTERM to this process at batch 3 of a stage, and counts the batches."""
 
     def __init__(self, is_signalled: bool, stage: str) -> None:
         self.is_signalled = is_signalled
@@ -309,7 +309,7 @@ def test_a_sigterm_after_the_last_step_of_a_stage_stops_the_next_stage(signalled
 
 
 class CountCollectives(Callback):
-    """Profiles ten training steps, from the start of the first step to the start of the step after them."""
+    """A callback that profiles ten training steps, from the start of the first step to the start of the eleventh."""
 
     def __init__(self) -> None:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -436,7 +436,7 @@ def test_after_a_caught_failure_the_next_failure_is_detected(with_same_trainer):
 
 
 class FailsEarly(MLP):
-    """Raises in a hook that runs before the strategy's setup, on some ranks."""
+    """A model that raises in a hook before the strategy's setup, on some ranks."""
 
     def __init__(self, hook: str, *failing: int) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ pids: list[int] = []
 
 
 class Delays(Callback):
-    """Delays or hangs rank 1 at a batch, while rank 0 waits for its gradients."""
+    """A callback that delays or hangs rank 1 at a batch, while rank 0 waits for its gradients."""
 
     def __init__(self, how: str, batch_idx: int = 3) -> None:
         self.how = how
@@ -116,7 +116,7 @@ def test_a_slow_rank_is_not_hung(how, backend, hang_timeout):
 
 
 class HoldsPythonsLock(Callback):
-    """Holds the GIL on rank 0 for a while after the last batch, so that the rank cannot publish its activity."""
+    """A callback that holds the GIL on rank 0 for a while after the last batch, which delays its rank status."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank == 0:
@@ -194,7 +194,7 @@ def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(b
 
 
 class WaitsInItsOwnGroup(Callback):
-    """Each rank waits for the other rank in a different group."""
+    """Makes the ranks wait for each other in different groups."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.groups = [torch.distributed.new_group() for _ in range(trainer.world_size)]

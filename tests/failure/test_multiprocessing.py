@@ -58,7 +58,7 @@ if __name__ == "__main__":
     starter, *rest, first = sys.argv[1:]
     args = (*rest, int(first), free_port())
     if starter == "torch":
-        kwargs = {"nprocs": 2, "start_method": "fork", "join": False}  # with it, torch ends the others itself
+        kwargs = {"nprocs": 2, "start_method": "fork", "join": False}  # with it, torch would terminate the other ranks
         ranks = torch.multiprocessing.start_processes(rank_main, args, **kwargs).processes
     else:
         context = torch.multiprocessing.get_context("fork")

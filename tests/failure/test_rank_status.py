@@ -93,7 +93,7 @@ def test_ranks_that_all_wait_for_each_other_are_hung():
 def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
     left = replace(MOVES, state="finished", in_collective_s=301)
     assert stuck(left, SLEEPS) == (1,)
-    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # whose process has exited since
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # rank 0's process has exited since
     # Rank 1 may have waited for rank 0 before rank 0 finished the stage, and may be about to publish new activity.
     assert stuck(replace(left, in_collective_s=299), SLEEPS) == ()
     assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 299}) == ()

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: a rank that waits for a rank that has finished its stage gets an error."""
+"""Ranks with different numbers of batches: a rank that waits for a rank that has finished its stage raises."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A rank that fails before the startup barrier: no rank waits for it indefinitely."""
+"""Failures before the startup barrier: no rank waits for a failed rank indefinitely."""
 
 import os
 import re

@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--offset", type=int, default=0, help="index of the first case")
     parser.add_argument("--at-once", type=int, default=1, help="number of cases that run in parallel")
     parser.add_argument("--minutes", type=float, help="run random cases for this number of minutes")
-    parser.add_argument("--seed", type=int, default=0, help="of these")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random cases")
     options = parser.parse_args()
     worlds = [(int(ranks) * int(hosts or 1), int(hosts or 1)) for ranks, _, hosts in map(split, options.worlds)]
     cases = [

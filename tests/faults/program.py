@@ -33,7 +33,7 @@ class OwnBaseException(BaseException):
 
 
 class Fault:
-    """Injects one fault, once, at a moment on a rank."""
+    """A fault that is injected once, at a moment on a rank."""
 
     def __init__(self, kind: str, moment: str, rank: int, directory: str) -> None:
         self.kind = kind

@@ -22,7 +22,7 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco")
 
 
 def _choice(*choices: Any) -> Any:
-    """A field with its choices; the first is the simplest."""
+    """Returns a field with choices, of which the first is the simplest."""
     return field(default=choices[0], metadata={"choices": choices})
 
 
@@ -37,7 +37,7 @@ class Case:
         blocks: Parts of the module, from :data:`BLOCKS`.
         later: Stages after the first `fit`, from :data:`LATER_STAGES`.
         uneven: Value of `uneven_inputs`, for ranks with different numbers of batches.
-        exchanges_each: Whether small gradients are exchanged over `shm` as large ones are, each by itself.
+        exchanges_each: Whether small gradients are exchanged over `shm` one by one, like large gradients.
         kill: The training step at which rank 1 is killed in elastic training; 0 means never.
         fault: A fault to inject into the strategy under test, which the check must detect. It is never drawn.
     """
@@ -109,7 +109,7 @@ class Case:
 
 
 def draw(strategy: str, seed: int) -> Case:
-    """Draws a case. Half of the choices are the simplest one, so that several features meet in a case, but not all."""
+    """Draws a case. Half of the choices are the simplest one, so that a case combines several features, but not all."""
     source = random.Random(f"{strategy} {seed}")
     values: dict[str, Any] = {}
     for one in dataclasses.fields(Case):
@@ -190,7 +190,7 @@ def possible(case: Case) -> Case:
     if case.strategy == "horovod_ext" and case.callback == "ema" and "batch_norm" in has:
         changes["callback"] = ""
     if spawned and case.callback == "ema" and case.later and has & {"batch_norm", "buffer"}:
-        # Workers of a later stage get rank 0's average; a rank of Lightning's `ddp` keeps its own.
+        # Workers of a later stage receive rank 0's average; a rank of Lightning's `ddp` keeps its average.
         changes["callback"] = ""
     if case.data != "map" or case.max_steps != -1:
         changes |= {"val_check_interval": 1.0 if case.data == "iterable" else case.val_check_interval}

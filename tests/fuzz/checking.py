@@ -149,7 +149,7 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
                 state["random"] = _ANY
         for rank, (state, reference) in enumerate(zip(ranks, references, strict=True)):
             yield from compare(state, reference, f"{number} {stage}: rank {rank}")
-        # The state of the process that calls the Trainer, and what the stage returns there.
+        # The state of the process that calls the Trainer, and the return value of the stage.
         for rank, outcome in enumerate(ours):
             other = theirs[rank] if len(theirs) > rank else theirs[0]
             mine, reference = outcome.states[number], other.states[number]
@@ -244,7 +244,7 @@ def _without_paths(value: Any, directory: str) -> Any:
 
 
 def differences(mine: Any, other: Any, where: str, tolerance: float = 0.0) -> Any:
-    """Yields where two values of builtin types and tensors differ."""
+    """Yields the differences of two values of builtin types and tensors."""
     if mine is _ANY:
         return
     if isinstance(mine, Tensor) and isinstance(other, Tensor):

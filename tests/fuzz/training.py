@@ -91,7 +91,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Yields the samples of this rank. If the ranks are uneven, rank 0 has one batch less."""
+    """A dataset that yields the samples of this rank. If the ranks are uneven, rank 0 has one batch less."""
 
     def __init__(self, samples: Samples, world_size: int, num_less: int) -> None:
         self.samples, self.world_size, self.num_less = samples, world_size, num_less
@@ -110,7 +110,7 @@ def _rank_now() -> int:
 
 
 class WholeBatches(BatchSampler):
-    """Yields global batches, for training on one device."""
+    """A sampler that yields global batches, for training on one device."""
 
     def __init__(self, samplers: list[DistributedSampler[Any]], batch_size: int, drop_last: bool) -> None:
         super().__init__(samplers[0], batch_size, drop_last)
@@ -348,7 +348,7 @@ _recorder: "Recorder | None" = None
 
 
 class Recorder(pl.Callback):
-    """Records the order of hooks and the samples of each batch, and writes both on each rank at the end of a stage."""
+    """A callback that records the order of hooks and the samples of batches, and writes both at the end of a stage."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -409,7 +409,7 @@ for _name in MODULE_HOOKS:
 
 
 class Unfreeze(pl.Callback):
-    """Unfreezes the first layer at the second epoch."""
+    """A callback that unfreezes the first layer at the second epoch."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -417,7 +417,7 @@ class Unfreeze(pl.Callback):
 
 
 class Kill(pl.Callback):
-    """Kills the process of rank 1, once."""
+    """A callback that kills the process of rank 1, once."""
 
     def __init__(self, step: int, flag: Path) -> None:
         self.step, self.flag = step, flag

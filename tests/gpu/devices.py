@@ -40,7 +40,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Runs the bodies of tests in the given number of ranks, with one device each."""
+    """Ranks that run the bodies of tests, with one device each."""
 
     world_size: int
 
@@ -66,7 +66,7 @@ def why_no_two_ranks() -> str | None:
     if ON_CPU or NUM_GPUS > 1:
         return None
     try:
-        run_ranks(_as_rank, Ranks(2).devices, _meets_the_other, (), world_size=2)
+        run_ranks(_as_rank, Ranks(2).devices, _join_two_ranks, (), world_size=2)
     except AssertionError as error:
         return f"needs two GPUs: there is one, and NCCL did not let two ranks share it: {str(error)[-300:]}"
     return None
@@ -91,7 +91,7 @@ def _call(body: Callable[..., Any], devices: Devices, args: Any) -> Any:
     return body(asdict(devices), *args)
 
 
-def _meets_the_other(where: dict[str, Any]) -> None:
+def _join_two_ranks(where: dict[str, Any]) -> None:
     dist.init_process_group(BACKEND, rank=int(os.environ["NODE_RANK"]), world_size=2)
     total = torch.ones(1, device=DEVICE_TYPE)
     dist.all_reduce(total)

@@ -28,7 +28,7 @@ FIRST, STEPS = 12, 10
 
 
 class Counts(pl.Callback):
-    """Counts events over ``steps`` steps, from the start of the first step to the end of the last step."""
+    """A callback that counts events over ``steps`` steps, from the start of the first step to the end of the last."""
 
     def __init__(self, steps: int) -> None:
         self.last = FIRST + steps - 1

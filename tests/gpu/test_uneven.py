@@ -1,4 +1,4 @@
-"""Ranks on GPUs with different numbers of batches: results equal those of one process with all batches."""
+"""Ranks on GPUs with different numbers of batches: results equal the results of one process with all batches."""
 
 from math import isfinite
 from typing import Any

@@ -64,7 +64,7 @@ class Window:
 
 
 class Profiler:
-    """Counts calls in consecutive windows. A process has one, because its threads keep their profile function."""
+    """A counter of calls in consecutive windows. A process has one, because its threads keep their profile function."""
 
     def __init__(self) -> None:
         self._windows: list[list[CodeType]] = []

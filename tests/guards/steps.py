@@ -92,7 +92,7 @@ class Contender:
     Attributes:
         name: Registered name, and further arguments; the key in the record.
         start: Program that trains with it, see :data:`STARTS`.
-        strategy: Registered name, or a function that makes the strategy.
+        strategy: Registered name, or a function that creates the strategy.
         is_fabric: Whether it is trained under Fabric, and not the Trainer.
         period: Optimizer steps per window.
         is_streamed: Whether the number of batches is unknown.
@@ -106,7 +106,7 @@ class Contender:
     is_streamed: bool = False
 
     def make_strategy(self) -> Any:
-        """The argument ``strategy`` of the front end."""
+        """Returns the argument ``strategy`` of the front end."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy()
 
 
@@ -219,7 +219,7 @@ def _train_in_loop(fabric: Fabric, case: Case, counter: "StepCounter") -> None:
 
 
 class StepCounter(pl.Callback):
-    """Counts the calls of one rank's steps; the Trainer calls it as a callback.
+    """A callback that counts the calls of one rank's steps; the Trainer calls it as a callback.
 
     Args:
         name: Name of the training, and of the files.
@@ -289,7 +289,7 @@ class StepCounter(pl.Callback):
 
 
 class Lateness:
-    """Makes this rank enter collectives of torch.distributed after the other ranks, in each window in which it is late.
+    """A delay that makes this rank enter collectives of torch.distributed last, in each window in which it is late.
 
     Collective: each rank creates one.
 
@@ -358,7 +358,7 @@ def _sleep(tasks: Iterable[Path]) -> bool:
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:
-    """Waits until a condition holds twice in a row: a thread may sleep for an instant, until it gets the GIL."""
+    """Waits until a condition holds twice in a row: a thread may sleep for an instant, until it has the GIL."""
     latest = time.monotonic() + _LATEST_S
     num_times = 0
     while num_times < 2 and time.monotonic() < latest:

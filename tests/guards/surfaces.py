@@ -1,7 +1,7 @@
 """Describes the public interface as text: command line, signatures, registered names, keys of the doctor's JSON.
 
-The text does not depend on the terminal, on the machine, or on what else this process has imported. Snapshots of it are
-in ``tests/guards/snapshots``, and this command rewrites them::
+The text does not depend on the terminal, on the machine, or on other imports of this process. The snapshots of the text
+are in ``tests/guards/snapshots``, and this command rewrites them::
 
     python -m tests.guards --write
 """
@@ -48,7 +48,7 @@ class Surface:
 
     Attributes:
         name: Name of the snapshot.
-        make: Makes the description.
+        make: Function that creates the description.
         packages: Packages whose versions the description depends on.
     """
 
@@ -67,7 +67,7 @@ class Surface:
         return versions_of(*self.packages) if self.packages else "any versions"
 
     def read(self) -> tuple[str, str]:
-        """The versions and the description of the snapshot.
+        """Reads the versions and the description of the snapshot.
 
         Raises:
             FileNotFoundError: If the snapshot does not exist.

@@ -413,7 +413,7 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
     assert result.returncode == 1, result.stdout
     assert "no such header: torch.h" in result.stdout
     assert "line 99" in result.stdout
-    assert "line 10\n" not in result.stdout, "the end of the log, not all of it"
+    assert "line 10\n" not in result.stdout, "the message must contain only the end of the log"
     log = Path(result.stdout.split("The whole log is in ")[1].split(".log")[0] + ".log")
     assert "line 10\n" in log.read_text()
     assert not [name for name in left_in(tmp_path / "left" / "cache") if name.endswith(".whl")]

@@ -323,7 +323,7 @@ class TestLists:
         assert_same(in_dataset_order(strided(detect, 5, 2, 1), 1), one_process(detect, list(range(5)), 1))
 
     def test_as_many_batched_values_as_samples(self):
-        """The lists are ambiguous, so the batches stay as they are."""
+        """The lists are ambiguous, so the batches are not changed."""
         two = PREDICT_STEPS["list of batched tensors"]
         assert_same(in_dataset_order(strided(two, 4, 2, 2), 2), [two([0, 2]), two([1, 3])])
 
@@ -390,7 +390,7 @@ class TestStreaming:
         assert not any(alive.values())
 
     def test_no_output_is_read_before_it_is_needed(self):
-        """All samples of the second rank follow those of the first, so the second rank is read last."""
+        """All samples of the second rank follow the samples of the first rank, so the second rank is read last."""
         read = []
 
         def recorded(rank: int, batches: list[list[int]]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ DONE = TaskDone(SETTINGS.rng)
 
 
 class ScriptedWorker(Worker):
-    """Answers the messages of a pool like a worker, except those that ``script(worker, message)`` answers."""
+    """A scripted worker: ``script(worker, message)`` answers messages of a pool, or the worker sends a usual reply."""
 
     def __init__(self, rank: int, name: str, script: Callable[["ScriptedWorker", Any], bool]) -> None:
         self.rank = rank
@@ -82,7 +82,7 @@ class ScriptedWorker(Worker):
 
 
 class ScriptedStarter(WorkerStarter):
-    """Starts scripted workers, named a, b, c, ... in the order in which they start."""
+    """A starter that starts scripted workers, named a, b, c, ... in the order in which they start."""
 
     address = None
     closes_through_library = False
@@ -125,7 +125,7 @@ class Run:
 
 
 def joined(worker: ScriptedWorker) -> JoinedWorld:
-    """The worker's name stands for its member."""
+    """Uses the worker's name as the member."""
     return JoinedWorld(worker.name)  # type: ignore[arg-type]
 
 

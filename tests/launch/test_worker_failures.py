@@ -116,7 +116,7 @@ class Acts(MLP):
 
 
 class RecordsExceptions(Callback):
-    """Records the exceptions and steps with which the main process calls ``on_exception``."""
+    """A callback that records the exceptions and steps with which the main process calls ``on_exception``."""
 
     def __init__(self) -> None:
         self.exceptions: list[tuple[str, int]] = []

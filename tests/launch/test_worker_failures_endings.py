@@ -44,7 +44,7 @@ LONG_FIT = {"max_epochs": -1, "max_steps": 100_000}
 
 
 class Slow(MLP):
-    """Creates a file per rank at its fourth step, and then hangs on some ranks; other ranks continue until a signal."""
+    """A model that creates a file per rank at its fourth step, and then hangs on some ranks. Other ranks continue."""
 
     def __init__(self, directory: Path, hanging: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
         run.stop()
 
 
-# --- nothing is left ---
+# --- no remaining processes and files ---
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
@@ -354,7 +354,7 @@ def train_until_ctrl_c_twice(directory: str) -> None:
         except SystemExit:
             print("stopped", moment, trainer.global_step, differs(model, initial), recorder.exceptions[-1][0])
     Path(directory, "stopped").touch()
-    time.sleep(1.5)  # for the test to check what is left while this process runs
+    time.sleep(1.5)  # for the test to check remaining processes and files while this process runs
 
 
 def test_ctrl_c_of_a_terminal_reaches_all_processes_and_is_handled_once(start, tmp_path):

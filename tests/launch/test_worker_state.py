@@ -30,7 +30,7 @@ FAILURE = TaskFailed(None, "ValueError", "text", 0.0, has_results=False, is_seco
 
 
 class ScriptedWorker(Worker):
-    """Returns the given replies, one after the other."""
+    """A worker that returns the given replies, one after the other."""
 
     def __init__(self, *replies: Any) -> None:
         self.rank = 3

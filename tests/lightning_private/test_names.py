@@ -21,7 +21,7 @@ def test_every_name_has_its_test() -> None:
 
 
 def public_names(path: Path) -> list[str]:
-    """Returns the names of a module: its functions, and its other definitions."""
+    """Returns the names of a module: its public functions, and the names under which it imports private names."""
     names = []
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):

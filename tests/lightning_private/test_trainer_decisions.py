@@ -21,7 +21,7 @@ REPLACED = {
 
 
 class Rank0:
-    """Simulates a rank 0 whose values are all 5.0, and records the calls."""
+    """A simulated rank 0 whose values are all 5.0; it records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, list[str], bool]] = []

@@ -90,7 +90,7 @@ class GoesOn(LogsBothWays):
 
 
 class AddsMore(MLP):
-    """Adds ten to the results after the first batch, and adds a new result."""
+    """A model that adds ten to the results after the first batch, and adds a new result."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -162,7 +162,7 @@ class RecordsExchanges:
 
 
 class LogsForExchange(MLP):
-    """Logs a synchronized key with step values, which wait for the exchange, and a synchronized key without."""
+    """A model that logs a key with ``sync_dist=True``, whose step values wait for the exchange, and a key without."""
 
     def __init__(self) -> None:
         super().__init__()

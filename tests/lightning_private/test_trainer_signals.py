@@ -103,7 +103,7 @@ def test_the_stop_agreement_runs_before_each_step_with_complete_progress_counter
 
 
 class SignalAtStep(Callback):
-    """Sends this process a SIGTERM in the middle of a training step."""
+    """A callback that sends this process a SIGTERM in the middle of a training step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -196,7 +196,7 @@ def test_where_lightning_has_no_job_queued_again_nothing_is_replaced() -> None:
 
 
 class SavesInValidation(MLP):
-    """Saves a checkpoint in the middle of a validation, with the state before the validation."""
+    """A model that saves a checkpoint in the middle of a validation, with the state before the validation."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
 
 
 class Fetches(Callback):
-    """Records the order in which batches are fetched, begin, and end, and the steps that loggers receive."""
+    """A callback that records the order in which batches are fetched, begin, and end, and the steps of loggers."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -91,7 +91,7 @@ class BadLuckError(Exception):
 
 
 class Disturbed(MLP):
-    """Fails once, in training or in validation, and records the steps."""
+    """A model that fails once, in training or in validation, and records the steps."""
 
     def __init__(self, fail_at: int | None = None, where: str = "train") -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_finder_runs_the_loop_as_a_trial_unless_trials_are_skipped() -> None:
 
 
 class NotesStarts(MLP):
-    """Records the number of training batches in ``on_train_start``."""
+    """A model that records the number of training batches in ``on_train_start``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_load
 
 
 class CommitsAt(Callback):
-    """Records a commit, and the settings of the Trainer, after the given batch."""
+    """A callback that records a commit, and the settings of the Trainer, after the given batch."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch

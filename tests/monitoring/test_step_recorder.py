@@ -30,7 +30,7 @@ class Clock:
 
 
 class Training:
-    """Runs the steps of a training from a start step, with a step recorder."""
+    """The steps of a training from a start step, with a step recorder."""
 
     def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
         self.num_done = num_done

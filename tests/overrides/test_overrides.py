@@ -119,7 +119,7 @@ class Base:
 
 
 class Source(Release):
-    """Creates a release with one module."""
+    """A release with one module."""
 
     def __init__(self, text: str) -> None:
         super().__init__("9.9.9", Path())

@@ -156,7 +156,7 @@ def test_same_bits_with_weight_averaging_callback():
 
 
 class WithoutLogging(MLP):
-    """torch 2.13 cannot compile `self.log` of Lightning 2.6, whatever the strategy."""
+    """torch 2.13 cannot compile `self.log` of Lightning 2.6, with any strategy."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)

@@ -194,11 +194,11 @@ def test_checkpoints_go_from_stock_to_ours_and_back(tmp_path):
 
 
 class SyncedOnCpu(torch.nn.BatchNorm1d):
-    """Replaces SyncBatchNorm, which supports GPUs only."""
+    """A layer that replaces SyncBatchNorm, which supports GPUs only."""
 
 
 class LayerSyncOnCpu(LayerSync):
-    """Replaces layers for training and restores them afterwards, like TorchSyncBatchNorm."""
+    """A plugin that replaces layers for training and restores them afterwards, like TorchSyncBatchNorm."""
 
     def apply(self, model):
         model.net[1].__class__ = SyncedOnCpu
@@ -220,7 +220,7 @@ class RecordNormalization(pl.Callback):
 
 
 def convert_and_revert() -> list[str]:
-    """Records the class of the normalization layer in each stage."""
+    """Trains, and returns the class of the normalization layer in each stage."""
     record = RecordNormalization()
     trainer, model = fit("ddp_ext", WithBatchNorm, plugins=[LayerSyncOnCpu()], callbacks=[record])
     trainer.validate(model, loader(), verbose=False)

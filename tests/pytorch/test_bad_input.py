@@ -66,27 +66,27 @@ class Refusal:
 
 
 def hook_without_bucket(state):
-    """No communication hook."""
+    """Is not a communication hook."""
 
 
 def hook_with_other_names(state, gradients):
-    """No communication hook: torch passes ``bucket``."""
+    """Is not a communication hook, because torch passes ``bucket``."""
 
 
 def hook_with_keywords(state, **gradients):
-    """No communication hook."""
+    """Is not a communication hook."""
 
 
 def hook_with_wrong_argument(state, bucket: torch.Tensor):
-    """No communication hook."""
+    """Is not a communication hook."""
 
 
 def hook_with_wrong_result(state, bucket: dist.GradBucket) -> torch.Tensor:
-    """No communication hook."""
+    """Is not a communication hook."""
 
 
 def wrapper_without_result(hook):
-    """No wrapper."""
+    """Is not a wrapper."""
 
 
 def wrapper_with_wrong_result(hook):

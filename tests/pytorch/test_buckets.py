@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], type[pl.LightningModule], dict[str, Any]]
 
 
 class Observe(Callback):
-    """Records the bucket sizes of the steps, and the all-reduces of the last steps."""
+    """A callback that records the bucket sizes of the steps, and the all-reduces of the last steps."""
 
     def __init__(self) -> None:
         self.model: DistributedDataParallel | None = None

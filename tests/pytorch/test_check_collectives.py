@@ -1,4 +1,4 @@
-"""``ChecksOptions(check_collectives=True)``: ranks that call different collectives get an error with both calls."""
+"""``ChecksOptions(check_collectives=True)``: ranks that call different collectives raise an error with both calls."""
 
 from collections.abc import Callable
 from functools import partial

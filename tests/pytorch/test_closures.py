@@ -15,7 +15,7 @@ NUM_STEPS = 3
 
 
 class Regression(pl.LightningModule):
-    """Fits weights with LBFGS to data that differ between ranks."""
+    """A model that fits weights with LBFGS to data that differ between ranks."""
 
     def __init__(self, line_search: str | None, is_manual: bool) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 class Model(BoringModel):
-    configure_optimizers = LightningModule.configure_optimizers  # so LightningCLI gives it one of its own
+    configure_optimizers = LightningModule.configure_optimizers  # LightningCLI then creates an optimizer
 
 if __name__ == "__main__":
     cli = LightningCLI(Model, BoringDataModule)

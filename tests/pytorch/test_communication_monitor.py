@@ -88,7 +88,7 @@ class SlowSteps(MLP):
 
 
 class Counts:
-    """Counts the collectives that this rank starts, in all threads."""
+    """A counter of the collectives that this rank starts, in all threads."""
 
     def __init__(self) -> None:
         self.num = 0

@@ -272,7 +272,7 @@ class KeepsAverage(Wide):
 
 
 class AveragesAtTheEnd(pl.Callback):
-    """Writes an average to the module after the last averaging of models, from tensors of the callback."""
+    """A callback that writes an average of its tensors to the module, after the last averaging of models."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
@@ -420,7 +420,7 @@ KEY = "lightning_strategies_ext.compression"
 
 
 class RestoresEarly(pl.Callback):
-    """Restores a state before DDP is created, like workers of elastic training, and records the restored state."""
+    """A callback that restores a state before DDP is created, as in elastic training, and records the new state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

@@ -118,7 +118,7 @@ class NoteWeights(pl.Callback):
 
 
 def train_locally() -> list[list[float]]:
-    """Post-local SGD: gradients are exchanged for two steps only; models are averaged every third step."""
+    """Trains with post-local SGD: exchanges gradients for two steps only, and averages models every third step."""
     note = NoteWeights()
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
     strategy = DDPStrategy(
@@ -138,7 +138,7 @@ def test_with_post_local_sgd_models_differ_and_are_averaged_by_its_period():
 
 def train_within_the_host() -> list[list[float]]:
     note = NoteWeights()
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not said
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not logged
     fit(
         DDPStrategy(
             ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4
@@ -211,7 +211,7 @@ def test_process_group_backend_is_used():
 
 
 class Look(pl.Callback):
-    """Records DDP's settings and the collectives of one forward pass."""
+    """A callback that records DDP's settings and the collectives of one forward pass."""
 
     def __init__(self) -> None:
         self.model: Any = None

@@ -62,7 +62,7 @@ def on_ray(*args, callbacks=(), **kwargs):
     return make_trainer(strategy, devices=1, max_epochs=1, callbacks=[*callbacks])
 
 
-hidden = directory / "hidden"  # of this program alone: the other host does not see what is in it
+hidden = directory / "hidden"  # private to this program: the other host does not see its files
 hidden.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", hidden], check=True)
 writes = {"default_root_dir": hidden, "enable_checkpointing": True}

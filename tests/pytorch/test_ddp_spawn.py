@@ -30,7 +30,7 @@ START_METHODS = ["forkserver", "spawn", "fork"]
 
 
 class History(pl.Callback):
-    """Records epochs in a list of the caller, and has an attribute that cannot be pickled."""
+    """A callback that records epochs in a list of the caller, and has an attribute that cannot be pickled."""
 
     def __init__(self, epochs: list[int]) -> None:
         self.epochs = epochs

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 class KeepsOptimizer(MLP):
-    """Returns the same optimizer and scheduler in each fit."""
+    """A model that returns the same optimizer and scheduler in each fit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class HasState(pl.LightningDataModule):
 
 
 class SavesInTheEnd(pl.Callback):
-    """Records the checkpoint of the training process at the end of the stage."""
+    """A callback that records the checkpoint of the training process at the end of the stage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,7 +175,7 @@ class SavesWhenStopped(DDPSpawnStrategy):
 
 
 class AsksToStop(pl.Callback):
-    """Sends a SIGTERM to the main process, like a scheduler."""
+    """A callback that sends a SIGTERM to the main process, like a scheduler."""
 
     def __init__(self) -> None:
         self.main_pid = os.getpid()

@@ -33,7 +33,7 @@ class Large(MLP):
 
 
 class PrivateMemory(pl.Callback):
-    """Records the private memory of a worker in bytes, without pages that other processes share."""
+    """A callback that records the private memory of a worker in bytes, without pages that other processes share."""
 
     num_bytes = 0
 

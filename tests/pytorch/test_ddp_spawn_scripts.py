@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 class NotesStart(pl.Callback):
-    """Writes a file during training."""
+    """A callback that writes a file during training."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)

@@ -50,7 +50,7 @@ class Counts(WithBatchNorm):
 
 
 class Notes(pl.Callback):
-    """Writes on each rank to memory of all processes, and to memory that the worker creates."""
+    """A callback that writes on each rank to memory of all processes, and to memory that the worker creates."""
 
     def __init__(self, more: Any = None) -> None:
         self.ranks = {"seen": in_shared_memory(2)}
@@ -102,7 +102,7 @@ def test_ranks_train_copies_of_a_model_in_shared_memory(more):
 
 
 class Signals(pl.Callback):
-    """Uses one object of each kind from multiprocessing."""
+    """A callback that uses one object of each kind from multiprocessing."""
 
     def __init__(self, context: Any) -> None:
         self.total, self.sums, self.raw = context.Value("i", 0), context.Array("d", 2), context.RawArray("i", 2)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 class Averages(pl.Callback):
-    """Creates an attribute that cannot be pickled at the start of the stage."""
+    """A callback that creates an attribute that cannot be pickled at the start of the stage."""
 
     def __init__(self) -> None:
         self.average = None

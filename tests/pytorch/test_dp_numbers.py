@@ -113,13 +113,13 @@ UPDATES = {
     "MeanMetric: a mean and its samples": (MeanMetric, lambda m, x, y: m.update(x.mean(), len(x))),
     "MeanMetric: a weight by name": (MeanMetric, lambda m, x, y: m.update(x.mean().item(), weight=float(len(x)))),
     "MeanMetric: another count": (MeanMetric, lambda m, x, y: m(x[y == 0, 0].mean(), (y == 0).sum())),
-    "MeanMetric: the batch size asked for": (MeanMetric, lambda m, x, y: m.update(x.mean(), weight=10)),
+    "MeanMetric: the requested batch size": (MeanMetric, lambda m, x, y: m.update(x.mean(), weight=10)),
     "MeanMetric: a constant weight": (MeanMetric, lambda m, x, y: m.update(x.mean(), weight=0.5)),
     "MeanMetric: a weight for all rows": (MeanMetric, lambda m, x, y: m.update(x, 0.5)),
     "MeanMetric: rows and the number of samples": (MeanMetric, lambda m, x, y: m.update(x, len(x))),
     "MeanMetric: rows and that number as a float": (MeanMetric, lambda m, x, y: m(x[:, 0], weight=float(len(x)))),
     "MeanMetric: rows and another count": (MeanMetric, lambda m, x, y: m.update(x[:, 0], (y == 0).sum())),
-    "MeanMetric: rows and the batch size asked for": (MeanMetric, lambda m, x, y: m.update(x, 10)),
+    "MeanMetric: rows and the requested batch size": (MeanMetric, lambda m, x, y: m.update(x, 10)),
     "a window of sums": (lambda: RunningSum(2), lambda m, x, y: m.update(x.sum())),
     "a window of means": (lambda: RunningMean(2), lambda m, x, y: m(x.mean())),
     "extremes": (lambda: MinMaxMetric(SumMetric()), lambda m, x, y: m(x.sum())["raw"]),
@@ -141,9 +141,9 @@ UPDATES = {
     ),
     "a user's metric of sums": (Squared, lambda m, x, y: m.update(x.sum(), len(x))),
     "a user's metric of sums: forward": (Squared, lambda m, x, y: m(x.sum(), count=x.numel())),
-    "a setting beside rows": (Scaled, lambda m, x, y: m.update(x[:, 0], 0.25)),
-    "a switch beside rows": (Scaled, lambda m, x, y: m.update(x[:, 0], negated=True)),
-    "a setting beside rows that add to no sum": (PearsonCorrCoef, lambda m, x, y: m.update(x[:, 0], x[:, 1])),
+    "rows and a setting": (Scaled, lambda m, x, y: m.update(x[:, 0], 0.25)),
+    "rows and a flag": (Scaled, lambda m, x, y: m.update(x[:, 0], negated=True)),
+    "rows that are not summed, and a setting": (PearsonCorrCoef, lambda m, x, y: m.update(x[:, 0], x[:, 1])),
     "texts, two for each sample": (
         BLEUScore,
         lambda m, x, y: m.update([f"a b c d {i}" for i in (*y, *y)], [[f"a b c d {i}"] for i in (*y, *(y + 1))]),
@@ -352,7 +352,7 @@ def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
 
 
 def token_loss(model, x, y, i):
-    """A model with samples of two classes, which are distributed unevenly over the replicas."""
+    """Returns a mean over the samples of a class, of which the replicas have different numbers."""
     return nn.functional.cross_entropy(model.net(x), y, ignore_index=2)
 
 
@@ -423,7 +423,7 @@ class Logs(MLP):
         self.log("longest", labels.max(), reduce_fx="max", **both)
         self.log("setting", 3, **both)
         self.log("own weight", features[labels == 0, 0].sum() / max(1, n := int((labels == 0).sum())), batch_size=n)
-        self.log("batch size asked for", loss, batch_size=10, **both)
+        self.log("requested batch size", loss, batch_size=10, **both)
         self.log_dict({"in a dict": loss}, batch_size=10, **both)
         return loss
 

@@ -15,7 +15,7 @@ NUM_BATCHES = 4  # per epoch and rank
 
 
 class Sets(Callback):
-    """Sets the attribute in a hook, on some ranks, after two steps of the second epoch; records the steps."""
+    """A callback that sets the attribute in a hook after two steps of the second epoch, and records the steps."""
 
     def __init__(self, place: str, ranks: tuple[int, ...], slow_rank: int | None = None) -> None:
         self.place, self.ranks, self.slow_rank = place, ranks, slow_rank

@@ -47,7 +47,7 @@ def test_options_are_checked() -> None:
 
 
 class ChangesOnRank1(MLP):
-    """Changes a field of one parameter group on rank 1 in the second epoch."""
+    """A model that changes a field of one parameter group on rank 1 in the second epoch."""
 
     def __init__(self, field: str) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 
 
 class CountExchanges(pl.Callback):
-    """Records the number of all-reduces of gradients in each micro-batch."""
+    """A callback that records the number of all-reduces of gradients in each micro-batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -171,7 +171,7 @@ def test_manual_optimization_exchanges_where_the_user_requests_it():
 
 
 class NoteGradients(pl.Callback):
-    """Records the gradients and the batches of each window, before the optimizer step."""
+    """A callback that records the gradients and the batches of each window, before the optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []

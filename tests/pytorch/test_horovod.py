@@ -381,7 +381,7 @@ def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected
 
 
 def test_ranks_that_a_script_starts_afterwards_find_each_other():
-    """With the variables of the script, each rank would be the only rank of its own job."""
+    """With the variables of the script, each rank would be the only rank of a separate job."""
     assert run_horovod("python", ranks_that_are_started_afterwards, num_ranks=1) == [["0 of 2", "1 of 2"]]
 
 

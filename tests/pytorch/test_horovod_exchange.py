@@ -180,7 +180,7 @@ class Toggles(MLP):
 
 
 class NoGradient(torch.autograd.Function):
-    """Returns None as the gradient of the first argument."""
+    """A function that returns None as the gradient of the first argument."""
 
     @staticmethod
     def forward(ctx, parameter, values):
@@ -292,7 +292,7 @@ def test_adasum_without_mpi_is_refused():
 
 
 class Pause(torch.autograd.Function):
-    """Delays the backward pass, so that an exchange ends during it."""
+    """A function that delays the backward pass, so that an exchange ends during it."""
 
     @staticmethod
     def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:

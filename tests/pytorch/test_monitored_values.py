@@ -128,7 +128,7 @@ WHATS = ("checkpoint", "stop", "plateau")
 
 
 class LogsPerRank(MLP):
-    """Logs values that increase on rank 0 and decrease on the other ranks."""
+    """A model that logs values that increase on rank 0 and decrease on the other ranks."""
 
     def __init__(self, mode: str, what: str) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ NUM_SAMPLES = 12
 
 
 class Counting(MLP):
-    """Counts the samples of a stage with a metric, which torchmetrics sums over the ranks of the default group."""
+    """A model that counts samples with a metric, which torchmetrics sums over the ranks of the default group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Counting(MLP):
 
 
 class ValidatesOnRankZero(Callback):
-    """Validates with a separate Trainer at the end of the epoch, during ``fit``."""
+    """A callback that validates with a separate Trainer at the end of the epoch, during ``fit``."""
 
     count = -1.0
 

@@ -77,7 +77,7 @@ class OverAStore(Ranks):
 
 
 class WithoutCollectives(Ranks):
-    """Joins a process group and inherits the collectives, which Lightning's base class does not have."""
+    """A strategy that joins a process group and inherits collectives, which Lightning's base class does not have."""
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -86,7 +86,7 @@ class WithoutCollectives(Ranks):
 
 
 class WrapsInDDP(WithoutCollectives):
-    """Exchanges gradients with torch's DDP, and counts the exchanges."""
+    """A strategy that exchanges gradients with torch's DDP, and counts the exchanges."""
 
     num_exchanges = 0
 

@@ -41,7 +41,7 @@ torch.save(result, Path(sys.argv[1], f"result{rank}"))
 
 
 class Signalled(Callback):
-    """Sends signals to ranks before a batch of training or of validation, or after the last batch."""
+    """A callback that sends signals to ranks before a batch of training or of validation, or after the last batch."""
 
     def __init__(self, moment: str, signals: dict[int, signal.Signals]) -> None:
         self.moment = moment

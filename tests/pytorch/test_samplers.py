@@ -63,7 +63,7 @@ def loaders() -> dict[str, DataLoader]:
 
 
 class Records(pl.LightningModule):
-    """Records the samples of each epoch; ranks draw different numbers of random numbers."""
+    """A model that records the samples of each epoch; ranks draw different numbers of random numbers."""
 
     def __init__(self, differs: bool = True) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_the_order_is_that_of_stock_where_ranks_draw_the_same():
 
 
 class Evaluates(pl.LightningModule):
-    """Evaluates on rank 0 only, and gathers the numbers of samples in the hooks at the end."""
+    """A model that evaluates on rank 0 only, and gathers the numbers of samples in the hooks at the end."""
 
     def __init__(self) -> None:
         super().__init__()

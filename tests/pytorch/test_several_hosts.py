@@ -96,7 +96,7 @@ def values(dtype, size):
 
 for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
     for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
-        for size in (1, 1000, 2_500_000):  # the last goes in several pieces
+        for size in (1, 1000, 2_500_000):  # the last size is sent in several pieces
             ours, theirs = values(dtype, size), values(dtype, size)
             work = dist.all_reduce(ours, op, async_op=True)
             dist.all_reduce(theirs, op, group=gloo)

@@ -46,7 +46,7 @@ class TwoPasses(Manual):
 
 
 class OnePassBlocked(Manual):
-    """Blocks the exchange in every second pass of a step; the first pass exchanges gradients."""
+    """A model that blocks the exchange in every second pass of a step; the first pass exchanges gradients."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
@@ -85,7 +85,7 @@ class OnePassEach(Manual):
 
 
 class EditsGradients(Manual):
-    """Edits the gradients after each backward pass, which must contain all ranks' gradients, also in the first pass."""
+    """A model that edits gradients after each backward pass, also after the first; they must be those of all ranks."""
 
     def on_after_backward(self):
         for parameter in self.parameters():

@@ -79,7 +79,7 @@ class HeadOnly(Net):
 
 
 class Needs(Callback):
-    """Makes the parameters of the backbone require gradients in some training batches, counted over epochs."""
+    """A callback that unfreezes the backbone in some batches, counted over epochs, and freezes it in other batches."""
 
     def __init__(self, needs: Callable[[int], bool]) -> None:
         self.needs = needs

@@ -1,1 +1,1 @@
-"""Replicas in one process."""
+"""Tests of replicas in one process."""

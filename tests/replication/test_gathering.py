@@ -18,7 +18,7 @@ from lightning_strategies_ext.replication.gathering import gather, weighted_mean
 from lightning_strategies_ext.replication.splitting import split
 
 CPU = torch.device("cpu")
-META = torch.device("meta")  # tells whether tensors were moved, without an accelerator
+META = torch.device("meta")  # shows whether tensors were moved, without an accelerator
 
 
 class Scores(NamedTuple):
@@ -204,7 +204,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_whole_batch(loss, num_parts):
 
 
 def test_weighted_mean_counts_samples():
-    assert weighted_mean([3.5, 5.0], [2, 1], CPU) == 4  # exactly, as the mean of all samples
+    assert weighted_mean([3.5, 5.0], [2, 1], CPU) == 4  # exact, because it is the mean of all samples
     assert weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1], CPU).item() == pytest.approx(2)
 
 

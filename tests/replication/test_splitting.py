@@ -1,4 +1,4 @@
-"""A batch is split into parts that together are the batch, or is rejected with the path of a value and the fix.
+"""A batch is split into parts that contain all samples, or is rejected with the path of a value and the fix.
 
 The parts are balanced and in order, their tensors are views, and their collections have the types of the batch.
 """
@@ -47,7 +47,7 @@ class Slotted:
 
 
 class ModelOutput(OrderedDict):
-    """As in HuggingFace: items are attributes too."""
+    """A dict whose items are also attributes, as in HuggingFace."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
@@ -55,7 +55,7 @@ class ModelOutput(OrderedDict):
 
 
 class Mapping(MutableMapping):
-    """Keeps its items in a dict, which a shallow copy of it shares."""
+    """A mapping that stores its items in a dict, which a shallow copy shares."""
 
     def __init__(self, **items):
         self._items = items
@@ -77,14 +77,14 @@ class Mapping(MutableMapping):
 
 
 class Movable:
-    """Holds tensors that only it knows of, as batches of graphs do."""
+    """An object with hidden tensors, like batches of graphs."""
 
     def to(self, device):
         return self
 
 
 class Graph:
-    """Not a collection, whatever it holds."""
+    """An object that is not a collection."""
 
 
 def rows(count, *shape):
@@ -160,7 +160,7 @@ def test_the_only_part_is_the_batch_itself(batch):
         pytest.param([rows(32, 3, 8, 8), detections(*range(32))], 32, id="detection targets"),
         pytest.param([rows(3, 3, 8, 8), detections(3, 3, 3)], 3, id="as many boxes as samples"),
         pytest.param([rows(4, 3, 8, 8), detections(3, 3, 3, 3)], 4, id="as many boxes in each"),
-        pytest.param([detections(3, 3, 3, 3), rows(4, 3, 8, 8)], 4, id="what stands beside it decides"),
+        pytest.param([detections(3, 3, 3, 3), rows(4, 3, 8, 8)], 4, id="a neighboring value decides"),
         pytest.param([rows(4, 5), [rows(2, 4), None, rows(7, 4), None]], 4, id="some samples have nothing"),
         pytest.param([(rows(3, 8, 8), 1)] * 4, 4, id="samples that were not collated"),
         pytest.param([(rows(3, 8, 8), torch.tensor(1))] * 4, 4, id="samples as tuples"),

@@ -1,1 +1,1 @@
-"""The process group over shared memory."""
+"""Tests of the process group over shared memory."""

@@ -4,8 +4,8 @@
     ours, theirs = (run_program([operation], groups[backend], random.Random()) for backend in ("shm", "gloo"))
     assert not difference(operation, world_size, ours[0], theirs[0])
 
-A program is a list of operations, the same on all ranks. Each rank makes its tensors from the seed of the operation and
-its rank. The ranks are those of :mod:`tests.shm.start`.
+A program is a list of operations, identical on all ranks. Each rank creates its tensors from the seed of the operation
+and its rank. :mod:`tests.shm.start` starts the ranks.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ INTEGERS = ["int8", "uint8", "int32", "int64"]
 DTYPES = [*FLOATS, *INTEGERS, "bool", "complex64"]
 ARITHMETIC = ["SUM", "PRODUCT", "MIN", "MAX"]
 BITWISE = ["BAND", "BOR", "BXOR"]
-#: Whether gloo does all that is compared with it. Before torch 2.9 it has no reduce-scatter of lists, or sums in one
-#: whatever it is asked for, and averages nowhere.
+#: Whether gloo supports all compared operations. Before torch 2.9, gloo cannot average, and has no reduce-scatter of
+#: lists, or ignores its operation and sums.
 GLOO_IS_WHOLE = torch.__version__ >= "2.9"
 FLOAT_OPS = [*ARITHMETIC, "AVG"] if GLOO_IS_WHOLE else ARITHMETIC
 SCATTERING = ["reduce_scatter", "reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
@@ -39,9 +39,9 @@ REDUCING = ["all_reduce", "reduce", *SCATTERING, "all_reduce_coalesced"]
 OBJECTS = ["broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"]
 GATHERING = ["all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"]
 KINDS = [*REDUCING, *OBJECTS, "broadcast", *GATHERING, "gather", "scatter", "barrier", "all_to_all_single", "send"]
-#: Operations that gloo does not do with complex numbers.
+#: Operations that gloo does not support for complex numbers.
 REAL_ONLY = {"gather"} if GLOO_IS_WHOLE else {"gather", "reduce", "broadcast"}
-#: Operations whose result must be the same on all ranks.
+#: Operations whose results must be identical on all ranks.
 SHARED = {"all_reduce", "all_reduce_coalesced", "broadcast", *GATHERING, "broadcast_object_list", "all_gather_object"}
 LAYOUTS = ["plain", "transposed", "offset", "scalar"]
 WAITS = ["sync", "async", "future"]
@@ -53,13 +53,13 @@ class Operation:
 
     Attributes:
         kind: One of :data:`KINDS`.
-        group: 0 is the group of all ranks, then come the subgroups.
+        group: 0 is the group of all ranks; larger numbers are subgroups.
         op: Name of the reduction.
         num_bytes: Size of each rank's tensor, rounded down to whole elements after ``extra`` elements are added.
-        extra: Elements more or less.
-        root: A rank of the group, modulo its size.
-        waits: How its end is awaited: at once, later, or later through its future.
-        seed: Seed of the numbers in its tensors.
+        extra: Number of additional elements; may be negative.
+        root: A rank of the group, modulo the size of the group.
+        waits: How a rank waits for the operation: immediately, later, or later through its future.
+        seed: Seed of the numbers in the tensors.
     """
 
     kind: str
@@ -94,24 +94,24 @@ class Started:
     filled: Sequence[Tensor]
 
     def results(self) -> list[Tensor]:
-        """Copies of what the operation has filled; it has ended."""
+        """Returns copies of the filled tensors; the operation has ended."""
         return [tensor.detach().clone() for tensor in self.filled]
 
 
 def subgroups_of(world_size: int) -> list[list[int]]:
-    """Two groups of some of the ranks; in a world of five, one of them has one rank only."""
+    """Returns two subgroups; with five ranks, one subgroup has only one rank."""
     numbers = random.Random(world_size)
     num_members = [1 if world_size in (1, 5) else 2, max(min(2, world_size), world_size - 1)]
     return [sorted(numbers.sample(range(world_size), number)) for number in num_members]
 
 
 def run_program(program: Program, groups: Sequence[Any], order: random.Random) -> list[list[Tensor]]:
-    """Runs a program and returns what each operation has filled on this rank.
+    """Runs a program, and returns the filled tensors of each operation on this rank.
 
     Args:
         program: The program.
-        groups: Process groups of one backend; None where this rank is no member.
-        order: Chooses the order in which handles are waited for; may differ between ranks.
+        groups: Process groups of one backend; None if this rank is not a member.
+        order: Selects the order of the waits; may differ between ranks.
     """
     started = [
         None if groups[operation.group] is None else start(operation, groups[operation.group]) for operation in program
@@ -120,7 +120,7 @@ def run_program(program: Program, groups: Sequence[Any], order: random.Random) -
     order.shuffle(pending)
     for each in pending:
         for work in each.works:
-            if each.operation.waits == "future" and isinstance(work, ShmWork):  # not all of gloo's have one
+            if each.operation.waits == "future" and isinstance(work, ShmWork):  # not all handles of gloo have a future
                 work.get_future().wait()
             else:
                 work.wait()
@@ -134,7 +134,7 @@ def start(operation: Operation, group: Any) -> Started:
 
 
 class _Call:
-    """The call of one operation on one rank. Each kind is a method that returns handles and the tensors it fills."""
+    """The call of an operation on one rank. Each kind has a method, which returns handles and the filled tensors."""
 
     def __init__(self, operation: Operation, group: Any) -> None:
         self.operation, self.group = operation, group
@@ -145,7 +145,7 @@ class _Call:
         self.op = getattr(ReduceOp, operation.op)
 
     def tensor(self, number: int = 0, numel: int | None = None) -> Tensor:
-        """A tensor of this rank, whose numbers do not overflow under a product nor cancel out under a sum."""
+        """Returns a tensor of this rank, whose products do not overflow, and whose sums do not cancel out."""
         operation = self.operation
         is_scalar = operation.layout == "scalar"
         numel = 1 if is_scalar else operation.numel if numel is None else numel
@@ -161,7 +161,7 @@ class _Call:
         return values
 
     def row(self, number: int = 0, numel: int | None = None) -> Tensor:
-        """The same in one row: gloo takes no other tensors in some operations."""
+        """Returns a flat contiguous tensor of this rank, which gloo requires in some operations."""
         return self.tensor(number, numel).contiguous().view(-1)
 
     def object(self, number: int = 0) -> Any:
@@ -209,8 +209,8 @@ class _Call:
     def all_gather_into_tensor_coalesced(self) -> Any:
         tensors = [self.row(), self.row(1, 5)]
         outputs = [tensor.new_empty(self.size * tensor.numel()) for tensor in tensors]
-        # Several of gloo's at once end the process now and then, by a segmentation fault in gloo's threads: seen with
-        # torch 2.13, three ranks and nothing of this package, within seconds. One after the other does not.
+        # Several concurrent operations of gloo sometimes cause a segmentation fault in gloo's threads: observed with
+        # torch 2.13 and three ranks, without this package, within seconds. Sequential operations do not.
         is_async = self.is_async and dist.get_backend(self.group) == "shm"
         with dist._coalescing_manager(group=self.group, async_ops=is_async) as manager:
             for output, tensor in zip(outputs, tensors, strict=True):
@@ -241,7 +241,7 @@ class _Call:
         return [dist.barrier(self.group, self.is_async)], []
 
     def all_to_all_single(self) -> Any:
-        # From rank a to rank b go (a + 2 b) % 3 elements, and some more.
+        # Rank a sends (a + 2 b) % 3 elements to rank b, and further elements.
         more = min(self.operation.numel, 1000)
         sent = [(self.rank + 2 * other) % 3 + more for other in range(self.size)]
         received = [(other + 2 * self.rank) % 3 + more for other in range(self.size)]
@@ -252,7 +252,7 @@ class _Call:
         return [dist.all_to_all_single(output, tensor, received, sent, self.group, self.is_async)], [output]
 
     def send(self) -> Any:
-        """Each rank sends to the next and receives from the one before."""
+        """Sends a tensor to the next rank, and receives a tensor from the previous rank."""
         if self.size == 1:
             return [], []
         tensor = self.tensor().contiguous()
@@ -302,14 +302,14 @@ def _as_tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def difference(operation: Operation, size: int, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
-    """What is wrong with shm's results, beside gloo's; empty if nothing is."""
+    """Describes a difference between the results of shm and gloo; empty if there is none."""
     if len(ours) != len(theirs):
-        return f"{len(ours)} results, and gloo has {len(theirs)}"
+        return f"{len(ours)} results, but gloo has {len(theirs)}"
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if our.shape != their.shape or our.dtype != their.dtype:
-            return f"result {number} is {our.dtype} {our.shape}, and gloo's {their.dtype} {their.shape}"
+            return f"result {number} is {our.dtype} {our.shape}, but gloo's is {their.dtype} {their.shape}"
         if our.dtype == torch.bool:
-            # gloo adds them as bytes: a true one may be a 2.
+            # gloo adds booleans as bytes: True may be a 2.
             our, their = bits_of(our) != 0, bits_of(their) != 0
         is_inexact = our.dtype.is_floating_point or our.dtype.is_complex
         is_summed = operation.kind in REDUCING and operation.op in ("SUM", "PRODUCT", "AVG")
@@ -321,18 +321,18 @@ def difference(operation: Operation, size: int, ours: Sequence[Tensor], theirs: 
         if not is_right:
             wrong = (our != their).flatten().nonzero().flatten()
             place = int(wrong[0]) if wrong.numel() else -1
-            values = f"{our.flatten()[place]} and not {their.flatten()[place]}" if wrong.numel() else "other bits"
-            return f"result {number} has {wrong.numel()} wrong of {our.numel()}, at {place} {values}"
+            values = f"{our.flatten()[place]}, not {their.flatten()[place]}" if wrong.numel() else "other bits"
+            return f"result {number} has {wrong.numel()} wrong elements of {our.numel()}, at {place} {values}"
     return ""
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in the order of its elements."""
+    """Returns the bytes of a tensor, in the order of its elements."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
-    """Tells apart tensors that differ in one bit."""
+    """Returns a digest of tensors, which differs if the tensors differ in one bit."""
     total = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         total.update(bits_of(tensor).numpy())

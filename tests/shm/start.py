@@ -1,4 +1,4 @@
-"""Ranks whose default process group is over ``shm``, and programs that they run over gloo once and over ``shm`` twice.
+"""Starts ranks with an ``shm`` default process group, and runs programs once over gloo and twice over ``shm``.
 
 def add_up():
     rank = start_shm()
@@ -22,14 +22,14 @@ from tests.support.ranks import LIMIT_S, run_ranks
 
 TIMEOUT_S = 60
 _START_TIMEOUT = timedelta(seconds=LIMIT_S)
-#: Name of a variable of ranks: the number of ranks per host, where ranks shall behave as on several hosts.
+#: Name of an environment variable of ranks: the number of ranks per host, if ranks simulate several hosts.
 PER_HOST = "TESTS_RANKS_PER_HOST"
 
 
 def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
-    """Makes a default group over shm in a rank of the harness; returns the rank.
+    """Creates a default group over shm in a rank of :mod:`tests.support.ranks`; returns the rank.
 
-    The ranks meet before, however long it takes until all have been started.
+    Before, the function waits until all ranks have started.
     """
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["RANK"] = str(rank)
@@ -44,7 +44,7 @@ def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
 
 
 def check_programs(programs: Sequence[Program], world_size: int) -> None:
-    """Fails unless ``shm`` gives gloo's results, the same bits each time, and the same bits on all ranks."""
+    """Fails unless ``shm`` has gloo's results, and bitwise identical results in both runs and on all ranks."""
     digests = run_ranks(_compare, programs, world_size=world_size, timeout_s=LIMIT_S + len(programs))
     for number, program in enumerate(programs):
         for index, operation in enumerate(program):
@@ -54,7 +54,7 @@ def check_programs(programs: Sequence[Program], world_size: int) -> None:
 
 
 def _compare(programs: Sequence[Program]) -> list[list[str | None]]:
-    """Runs programs on one rank; returns a digest of each result of each program, None where it is no member."""
+    """Runs programs on one rank; returns a digest of each result, None if the rank is not a member of the group."""
     os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(4 * SLOT_NUM_BYTES)
     order = random.Random(start_shm())
     timeout = timedelta(seconds=TIMEOUT_S)
@@ -76,6 +76,6 @@ def _compare(programs: Sequence[Program]) -> list[list[str | None]]:
             problem = difference(operation, dist.get_world_size(group), ours[index], theirs[index])
             assert not problem, f"program {number}: {problem}\n{operation}"
             is_same = digests[-1][index] == digest(again[index])
-            assert is_same, f"program {number}: other bits the second time\n{operation}"
+            assert is_same, f"program {number}: different bits in the second run\n{operation}"
     dist.barrier()
     return digests

@@ -1,4 +1,4 @@
-"""The promises of the ``shm`` process group after a failure: no rank hangs, and the error names the failed rank."""
+"""Failures of ``shm`` process groups: no rank hangs, and the error names the failed rank."""
 
 import os
 import re
@@ -25,7 +25,7 @@ VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How all-reduces are carried out; all else goes in rounds."""
+    """Selects the implementation of all-reduces; other collectives use rounds."""
     monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
     return request.param
 
@@ -37,7 +37,7 @@ def pids_of_ranks(rank: int) -> list[int]:
 
 
 def error_of(function, *args, **kwargs) -> tuple[str, float]:
-    """The text of the error that a call raises, and how long it took to."""
+    """Returns the text of the error that a call raises, and the duration of the call."""
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as caught:
         function(*args, **kwargs)
@@ -79,7 +79,7 @@ def die_and_leave_a_child() -> tuple[str, float]:
     pids: list[int | None] = [None, None]
     child = os.fork() if rank == 1 else None
     if child == 0:
-        time.sleep(60)  # as the workers of a DataLoader live on for a while
+        time.sleep(60)  # like DataLoader workers, which exit later
         os._exit(0)
     dist.all_gather_object(pids, child)
     if rank == 1:
@@ -124,7 +124,7 @@ def reduce_after_the_end() -> str:
     group = dist.group.WORLD
     group.allreduce([torch.ones(1)]).wait()
     dist.destroy_process_group()
-    group.shutdown()  # again; before torch 2.6 only now
+    group.shutdown()  # the second shutdown; before torch 2.6, the first one
     return error_of(group.allreduce([torch.ones(1)]).wait)[0]
 
 
@@ -181,7 +181,7 @@ def end_while_another_does_not_run() -> float:
     pids = pids_of_ranks(rank)
     tensor = torch.full((3,), rank + 1.0)
     if rank == 0:
-        dist.all_reduce(tensor)  # sleeps, until it is stopped
+        dist.all_reduce(tensor)  # sleeps until SIGSTOP
         return tensor[0].item()
     time.sleep(0.3)
     os.kill(pids[0], signal.SIGSTOP)
@@ -206,7 +206,7 @@ def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
         time.sleep(5)
         return "", 0.0, "", 0.0
     first = error_of(dist.all_reduce, torch.ones(4))
-    time.sleep(1.5)  # so that all have met their timeout
+    time.sleep(1.5)  # so that all ranks reach their timeout
     again = error_of(dist.all_reduce, torch.ones(4))
     if reason == "stopped" and rank == 0:
         os.kill(pids[1], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ranks that pair collectives with different identities all get an error, before a wrong number is used."""
+"""Collectives with different identities raise an error on all ranks, before a wrong number is used."""
 
 import time
 from functools import partial
@@ -39,7 +39,7 @@ def broadcast(tensor: torch.Tensor, is_asynchronous: bool) -> None:
 
 
 def exchange(name: str, is_asynchronous: bool, numel: int, identities: list[int]) -> tuple[str, bool]:
-    """Returns the text of the error that this rank gets, and whether its tensor is unchanged."""
+    """Returns the text of the error on this rank, and whether its tensor is unchanged."""
     rank = start_shm()
     own = torch.full((numel,), rank + 1.0)
     tensor = own.clone()
@@ -128,7 +128,7 @@ def fail_and_do_not_run() -> str:
     current.identity = [SECOND, THIRD][rank]
     if rank == 1:
         dist.all_reduce(tensor, async_op=True)
-        time.sleep(20)  # neither waits nor leaves; the group's thread answers
+        time.sleep(20)  # the rank neither waits nor exits; the group's thread responds
         return ""
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as caught:

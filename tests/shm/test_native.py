@@ -1,4 +1,4 @@
-"""The promises of the compiled all-reduce: the bits of rounds, the order of C11, sleep, a way without a compiler."""
+"""The native all-reduce: bits identical to rounds, C11 memory order, sleep and wakeup, fallback without a compiler."""
 
 import os
 import random
@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_rounds_on_every_rank(world_size: int):
 
 
 def stress(source: Path, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs ranks as threads under the thread sanitizer, up to the first of its complaints."""
+    """Runs ranks as threads with the thread sanitizer, which stops at its first report."""
     program = directory / "stress"
     flags = ["-g", "-O2", "-std=gnu11", "-fsanitize=thread", f"-I{source.parent}"]
     subprocess.run([*compiler.command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
@@ -87,7 +87,7 @@ def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
     ("right", "wrong", "complaint"),
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
-        ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # the one that comes first
+        ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # depends on which error occurs first
         ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
@@ -194,7 +194,7 @@ def test_all_ranks_go_in_rounds_if_one_of_them_must():
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the library is kept, which is empty."""
+    """Provides the empty cache directory of the library."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
     library.cache_clear()
@@ -213,8 +213,8 @@ def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_is_no_native_library_is_compiled_again(kept: Path):
     library()
     (made,) = kept.iterdir()
-    made.unlink()  # this process has it mapped
-    made.write_text("a file that a full disk has left empty, say")
+    made.unlink()  # this process has the file mapped
+    made.write_text("an incomplete file, for example after a full disk")
     load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().uncached_reason))"
     assert run_script("-c", load).stdout == "''\n"
     assert made.stat().st_size > 1000

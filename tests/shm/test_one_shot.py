@@ -1,4 +1,4 @@
-"""The one-shot all-reduce over gloo: its results, for which sizes it is, and that it ends when a rank does not come."""
+"""The one-shot all-reduce over gloo: its results, its range of sizes, and its timeout if a rank is missing."""
 
 import os
 import time
@@ -19,7 +19,7 @@ def contributed(rank: int) -> torch.Tensor:
 
 
 def reduce_in_one_shot(op: ReduceOp) -> list[torch.Tensor]:
-    """Over torch's process group, and over the backend itself."""
+    """Reduces with torch's process group, and with the backend itself."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     found = []
@@ -57,7 +57,7 @@ def wait_for_one_that_does_not_come() -> float:
             exchange.wait(timedelta(seconds=1))
     else:
         time.sleep(3)
-    return time.monotonic() - began  # of rank 0, before the other has ended
+    return time.monotonic() - began  # on rank 0, before the other rank has exited
 
 
 @pytest.mark.processes
@@ -70,9 +70,9 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
     ("num_bytes", "num_ranks", "num_sharing", "is_it"),
     [
         (0, 2, 1, True),
-        (2**18, 2, 8, True),  # two ranks send as much in a ring
+        (2**18, 2, 8, True),  # two ranks send equally much in a ring
         (2**18 + 4, 2, 1, False),
-        (21_844, 4, 1, True),  # sent are 3 times as much, and 1.5 times in a ring
+        (21_844, 4, 1, True),  # ranks send 3 times the size, and 1.5 times the size in a ring
         (21_848, 4, 1, False),
         (21_844, 4, 2, False),
         (10_920, 4, 2, True),

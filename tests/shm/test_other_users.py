@@ -1,4 +1,4 @@
-"""The promises of ``shm``, and of what is kept for it and for Horovod, on a machine that has other users."""
+"""``shm``, and the caches of its library and of Horovod, on a machine with other users."""
 
 import os
 import re
@@ -74,12 +74,12 @@ def no_directory() -> None:
     raise FileNotFoundError("No usable temporary directory found")
 
 
-# --- what is kept ---
+# --- cached files ---
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library as it is kept."""
+    """Provides the path of the cached library."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
     library.cache_clear()
@@ -90,7 +90,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Makes a file or directory such that another user could have changed it."""
+    """Changes the owner or mode of a path, so that another user could have changed it."""
     if how == "of another user":
         os.chown(path, OTHER_USER, -1)
     else:
@@ -105,8 +105,8 @@ WAYS = [pytest.param("of another user", marks=needs_root), "writable by its grou
 @pytest.mark.parametrize("how", WAYS)
 def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: str, how: str):
     path = {"file": kept, "directory": kept.parent, "directory above": kept.parent.parent}[what]
-    kept.unlink()  # this process has it mapped
-    kept.write_text("no library: the process would end, or worse, if it were loaded")
+    kept.unlink()  # this process has the file mapped
+    kept.write_text("not a library: loading it could crash the process")
     spoil(path, how)
     functions, uncached_reason = library()
     assert functions.all_reduce_group_bytes() > 0
@@ -216,7 +216,7 @@ def call_first(address: str, number: int, as_others: bool, strangers: ExitStack)
         link.setblocking(False)
         try:
             link.connect("\0" + address)
-        except BlockingIOError:  # the queue is full, which is what was wanted
+        except BlockingIOError:  # the queue is full, as intended
             break
     if as_others:
         os.seteuid(0)
@@ -231,7 +231,7 @@ def test_silent_connections_of_other_processes_do_not_delay_ranks(num_strangers:
     for outcome in outcomes:
         assert outcome.value is not None, outcome
         assert outcome.value[0] == 2.0
-        assert outcome.value[1] < 4, "each stranger was heard to the end"
+        assert outcome.value[1] < 4, "the rank has waited for each unauthenticated connection"
 
 
 def rendezvous_of_one(tmp_path: Path, size: int = 2) -> Rendezvous:
@@ -247,7 +247,7 @@ def test_an_unresponsive_rank_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(("rank", "kind"), [(1, PeerLostError), (0, TimeoutError)])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: type[Exception]):
-    """The lower rank waits for a connection; the other connects to a port on which no process listens any more."""
+    """The lower rank waits for a connection; the other rank connects to a port on which no process listens."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
     words = [each._address for each in (one, other)]
@@ -269,13 +269,13 @@ def test_a_process_without_the_token_is_not_accepted_as_a_rank(tmp_path: Path, h
         socket.send_fds(stranger, [hello], [0]) if hello else stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(TimeoutError, match="rank 1"):
             meeting.connect([(peer, {})], 0, time.monotonic() + 0.3)
-        assert stranger.recv(16) == b"", "it was let in"
+        assert stranger.recv(16) == b"", "the connection was accepted"
     meeting.close()
 
 
 @contextmanager
 def effective_user(user: int) -> Iterator[None]:
-    """What the kernel takes note of where a socket listens, or connects."""
+    """Sets the effective user, which the kernel records for listening and connecting sockets."""
     before = os.geteuid()
     os.seteuid(user)
     try:
@@ -309,7 +309,7 @@ def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
         socket.send_fds(stranger, [struct.pack("<I16s", 1, rendezvous._token)], [0])
         with pytest.raises(TimeoutError, match=f"rank 1 .pid {os.getpid()}"):
             rendezvous.connect([(LocalPeer(1, 1, os.getpid()), {})], 0, time.monotonic() + 0.3)
-        with pytest.raises(ConnectionResetError):  # closed, and nothing was read
+        with pytest.raises(ConnectionResetError):  # closed without a read
             stranger.recv(16)
     rendezvous.close()
 

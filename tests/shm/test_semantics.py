@@ -1,4 +1,4 @@
-"""The promises of the ``shm`` process group's results: those of gloo, on every rank, and the same bits on all ranks."""
+"""Results of the ``shm`` process group: equal to gloo's on each rank, and bitwise identical on all ranks."""
 
 import time
 
@@ -32,15 +32,15 @@ from tests.support.ranks import Outcome, outcomes_of_ranks, rank_environment, ru
 
 pytestmark = pytest.mark.processes
 
-#: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.
+#: Sizes near the limits of a message, of a slot, and of all-reduces whose work the ranks divide.
 BORDERS = [
     *(0, 8, 200, INLINE_NUM_BYTES, SLOT_NUM_BYTES, 3 * SLOT_NUM_BYTES),
     *(SLOT_NUM_BYTES // size for size in (2, 3, 5, 8)),
     *(INLINE_NUM_BYTES * size for size in (3, 5, 8)),
 ]
-#: Operations that a dtype is nothing to.
+#: Operations without a dtype.
 WITHOUT_DTYPE = {*OBJECTS, "barrier"}
-#: Examples per world size; each is a batch of ten programs or more.
+#: Number of examples per world size; each example has ten programs or more.
 NUM_EXAMPLES = {1: 4, 2: 22, 3: 15, 4: 10, 5: 4, 8: 3}
 
 
@@ -81,7 +81,7 @@ def run_random_programs(world_size: int, num_examples: int) -> None:
     check()
 
 
-@pytest.mark.timeout(900)  # a failure is made small, which takes many new ranks
+@pytest.mark.timeout(900)  # the simplification of a failure starts many ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
 def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):
     run_random_programs(world_size, NUM_EXAMPLES[world_size])
@@ -127,7 +127,7 @@ def reduce_odd_tensors() -> None:
     for is_asynchronous in (False, True):
         work = dist.all_reduce(made_in_inference, op=ReduceOp.MAX, async_op=is_asynchronous)
         if work is not None:
-            time.sleep(0.1 * rank)  # so that one of them leaves it to a thread
+            time.sleep(0.1 * rank)  # so that one rank leaves the operation to a thread
             work.wait()
         assert made_in_inference.unique().tolist() == [2.0]
     gathered = [torch.empty_like(made_in_inference) for _ in range(2)]
@@ -148,7 +148,7 @@ def ask_for_what_is_not_there() -> None:
         dist.all_reduce(torch.ones(2), op=ReduceOp.BAND)
     with pytest.raises(ValueError, match="one part per rank"):
         dist.all_gather_into_tensor(torch.empty(5), torch.ones(2))
-    # Nothing was sent, so the group works on.
+    # No data was sent, so the group still works.
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
     assert total.item() == 3
@@ -173,7 +173,7 @@ def test_the_average_of_integers_is_truncated():
 
 
 class TwoWays(torch.nn.Module):
-    """Uses one of two layers, now this and now that."""
+    """A model that uses one of two layers in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class TwoWays(torch.nn.Module):
 def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 300), torch.nn.ReLU(), torch.nn.Linear(300, 40))
-    # With several buckets the hook's collectives would start in another order on each rank, over gloo too.
+    # With several buckets, the hook's collectives would start in a different order on each rank, also over gloo.
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=25 if hook else 0.01)
     if hook:
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -206,7 +206,7 @@ def train_both_ways(hook: str = "") -> list[torch.Tensor]:
     ours = train(None, hook)
     theirs = train(dist.new_group(backend="gloo"), hook)
     for our, their in zip(ours, theirs, strict=True):
-        # PowerSGD over gloo twice differs by as much.
+        # Two runs of PowerSGD over gloo differ equally much.
         assert torch.allclose(our, their, rtol=0, atol=1e-6) if hook else torch.equal(our, their)
     return ours
 
@@ -217,7 +217,7 @@ def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
 
 
 def test_ddp_with_a_hook_that_chains_collectives_trains_the_same_weights():
-    """PowerSGD's hook starts and awaits collectives in a callback of a collective's future."""
+    """PowerSGD's hook starts collectives, and waits for them, in a callback of a collective's future."""
     run_ranks(train_both_ways, "powerSGD")
 
 
@@ -277,7 +277,7 @@ def call_different_collectives(name: str, late_rank: int) -> None:
 def test_ranks_that_call_different_collectives_get_an_error(name: str, late_rank: int):
     start = time.monotonic()
     outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
-    assert time.monotonic() - start < 150  # and not after the timeout
+    assert time.monotonic() - start < 150  # not only after the timeout
     for outcome in outcomes:
         assert_said(outcome, "do not call the same collectives")
 

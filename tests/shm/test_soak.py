@@ -1,6 +1,6 @@
-"""The ``shm`` process group, again and again: ranks are killed at any moment, groups are made and destroyed.
+"""Repeated tests of the ``shm`` process group: ranks are killed at random moments, groups are created and destroyed.
 
-``SHM_SOAK_ROUNDS=1000`` makes the rounds of killed ranks that many, for a night; 12 take some 10 seconds.
+``SHM_SOAK_ROUNDS=1000`` sets the number of rounds of killed ranks, for example for a night; 12 rounds take 10 seconds.
 """
 
 import gc
@@ -26,7 +26,7 @@ NUM_BATCHES = 5
 
 
 def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, int]:
-    """Trains, so to say; some ranks kill themselves at a random moment, maybe in the middle of an operation."""
+    """Runs collectives as in training; some ranks kill themselves at a random moment, also during an operation."""
     rank = start_shm(timeout_s=20)
     size = dist.get_world_size()
     victims = random.Random(seed).sample(range(size), num_victims)
@@ -65,7 +65,7 @@ def test_survivors_of_any_death_end_within_seconds(is_compiled: bool, monkeypatc
         report = f"round {number}:\n" + "\n".join(map(str, outcomes))
         killed = [outcome for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
         survivors = [outcome for outcome in outcomes if outcome.exit_code == 0]
-        # A victim may have met the death of another, and ended, before its own.
+        # A victim may have detected the exit of another victim, and exited, before its SIGKILL.
         assert killed, report
         assert len(killed) + len(survivors) == size, report
         for survivor in survivors:
@@ -82,7 +82,7 @@ def make_and_destroy_groups(num_groups: int) -> list[tuple[int, int, int]]:
         tensor = torch.full((20_000,), rank + 1.0)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         if number % 2 == rank:
-            time.sleep(0.001)  # so that now and then a thread is needed
+            time.sleep(0.001)  # so that some operations need a thread
         work.wait()
         assert tensor[0] == 3.0
         dist.destroy_process_group(group)
@@ -96,7 +96,7 @@ def make_and_destroy_groups(num_groups: int) -> list[tuple[int, int, int]]:
 
 
 def num_mapped() -> int:
-    """How many segments are mapped into this process."""
+    """Returns the number of segments that this process has mapped."""
     with open("/proc/self/maps") as maps:
         return sum("/dev/shm/" in line for line in maps)
 

@@ -1,9 +1,9 @@
-"""The promises of the ``shm`` process group in a storm: threads, callbacks, subgroups, destroyed groups, at random.
+"""Random stress tests of the ``shm`` process group: threads, callbacks, subgroups, destroyed groups.
 
-A storm is a list of moves, the same on all ranks. In turns, a thread starts an operation when the one before has been
-started, so that all ranks keep one order, and another thread may wait for it, or a callback take its result. At once,
-all threads start operations that are alike, so that it does not matter which of them meets which. Some groups are
-destroyed with operations under way: these end well or with an error, and never with wrong values or not at all.
+A storm is a list of moves, identical on all ranks. In most moves, one thread starts an operation after the previous
+operation has started, so that all ranks have one order. Another thread may wait for the operation, or a callback may
+receive its result. In other moves, all threads start equal operations, which may be paired in any order. Some groups
+are destroyed during operations: these operations must succeed or raise an error, without wrong values and hangs.
 """
 
 import os
@@ -38,13 +38,13 @@ from tests.support.ranks import rank_environment, run_ranks
 
 pytestmark = pytest.mark.processes
 
-#: ``SHM_STORMS=100`` makes this many times as many, for a night.
+#: ``SHM_STORMS=100`` multiplies the number of storms, for example for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
 NUM_EXAMPLES = {2: 6, 3: 5}
 KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce", "barrier"]
 KINDS += ["reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
 NUM_THREADS = 3
-#: Groups that a storm destroys and creates again, in addition to the one of all ranks and a subgroup that stay.
+#: Groups that a storm destroys and creates again, in addition to the permanent group of all ranks and a subgroup.
 SHORT_LIVED = 2
 HOWS = ["wait", "callback", "wait too briefly first"]
 
@@ -54,11 +54,11 @@ class Move:
     """One step of a storm.
 
     Attributes:
-        operation: What is started.
-        starter: Which thread starts it; all at once, several times, if None.
-        waiter: Which thread waits for it.
+        operation: The operation to start.
+        starter: Thread that starts the operation; if None, all threads start it several times.
+        waiter: Thread that waits for the operation.
         how: One of :data:`HOWS`.
-        destroys: Whether the short-lived group is destroyed after it.
+        destroys: Whether the short-lived group is destroyed after the operation.
     """
 
     operation: Operation
@@ -69,7 +69,7 @@ class Move:
 
 
 def run_storms(storms: Sequence[Sequence[Move]]) -> None:
-    """Goes through storms on one rank."""
+    """Runs storms on one rank."""
     rank = start_shm()
     members = subgroups_of(dist.get_world_size())[0]
     for number, storm in enumerate(storms):
@@ -79,7 +79,7 @@ def run_storms(storms: Sequence[Sequence[Move]]) -> None:
 
 
 class Storm:
-    """One storm on one rank."""
+    """A storm on one rank."""
 
     def __init__(self, members: Sequence[int], order: random.Random) -> None:
         self._order = order
@@ -88,7 +88,7 @@ class Storm:
         self._destroyed: list[Any] = []
 
     def run(self, storm: Sequence[Move]) -> str:
-        """Returns what went wrong; nothing if all was well."""
+        """Returns a description of a problem, or an empty text."""
         ends = [self._make(move) for move in storm]
         problems = [self._problem_of(move, end) for move, end in zip(storm, ends, strict=True)]
         for pool in self._pools:
@@ -117,7 +117,7 @@ class Storm:
         if group is not None and move.starter is None:
             gate = threading.Barrier(NUM_THREADS)
             ends = [pool.submit(self._several, move.operation, group, gate) for pool in self._pools]
-            for end in ends:  # what comes next must come next on all ranks
+            for end in ends:  # the next operation must be the same on all ranks
                 end.exception()
         elif group is not None:
             assert move.starter is not None
@@ -206,7 +206,7 @@ STORMS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_si
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How all-reduces are carried out; all else goes in rounds."""
+    """Selects the implementation of all-reduces; other collectives use rounds."""
     monkeypatch.setitem(rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
 
 

@@ -1,4 +1,4 @@
-"""The promises of the ``shm`` process group about odd tensors, futures' values, and calls that ranks disagree on."""
+"""The ``shm`` process group with unusual tensors, values of futures, and calls that differ between ranks."""
 
 from datetime import timedelta
 from typing import Any
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.processes
 
 
 def groups() -> tuple[int, Any, Any]:
-    """This rank, and the groups of all ranks over shm and over gloo."""
+    """Returns this rank, and the groups of all ranks over shm and over gloo."""
     rank = start_shm()
     return rank, dist.group.WORLD, dist.new_group(backend="gloo")
 
 
 def first_words(function: Any, *args: Any) -> str:
-    """The kind of error that a call raises; nothing if it raises none."""
+    """Returns the kind of error that a call raises; an empty text if it raises none."""
     try:
         function(*args)
     except Exception as error:
@@ -71,7 +71,7 @@ def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
                 lambda: dist.all_gather_into_tensor(whole, tensor, group=group),  # noqa: B023
                 lambda: dist.reduce_scatter_tensor(part, tensor, group=group),  # noqa: B023
             ]
-            if rank == 0:  # nothing is executed, so no other rank need take part
+            if rank == 0:  # tracing executes nothing, so other ranks need not take part
                 calls.append(lambda: dist.barrier(group=group))  # noqa: B023
             said.append([first_words(call) for call in calls])
     plain = torch.full((3,), rank + 1.0)
@@ -85,11 +85,11 @@ def test_tensors_that_trace_are_traced_as_with_gloo():
         assert ours == theirs
         assert total == 3.0
     if set(outcomes[0][1]) != {""}:
-        pytest.skip(f"torch {torch.__version__} traces no collectives, over gloo either: {outcomes[0][1]}")
+        pytest.skip(f"torch {torch.__version__} traces no collectives, also over gloo: {outcomes[0][1]}")
 
 
 class OwnTensor(Tensor):
-    """A subclass with memory, as users write them."""
+    """A tensor subclass with memory, like those of users."""
 
 
 def call_with_kinds_of_tensors() -> list[Any]:
@@ -127,7 +127,7 @@ def call_wrongly_on_one_rank() -> tuple[list[str], float]:
             lambda: dist.all_reduce(torch.ones(4), ReduceOp.BAND),
             lambda: dist.reduce_scatter_tensor(float8[:2].clone(), float8),
             lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)),
-            lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # no list: not its first number
+            lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # a tensor instead of a list
             lambda: torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3)),
         ]
         said = [first_words(call) for call in calls]
@@ -162,7 +162,7 @@ def values_of_futures() -> tuple[list[Any], list[Any]]:
             work.wait()
             value = work.get_future().value()
             seen.append([part.tolist() for part in value])
-        if rank == 1:  # the others' result of a reduction to one rank is not defined
+        if rank == 1:  # the result of a reduction to one rank is undefined on other ranks
             seen[-1] = [len(part) for part in seen[-1]]
     return values[0], values[1]
 
@@ -224,7 +224,7 @@ def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, sai
 def call_in_short() -> list[list[float]]:
     rank, *both = groups()
     results = []
-    # Newer torch has it in short forms; older torch's own group cannot scatter in short.
+    # Only newer versions of torch have the short forms with a timeout, and the short form of scatter.
     timeout = {"timeout": timedelta(seconds=20)} if "timeout" in (dist.ProcessGroup.broadcast.__doc__ or "") else {}
     for group in both:
         whole, part = torch.arange(4.0) + rank, torch.zeros(2)
@@ -244,7 +244,7 @@ def call_in_short() -> list[list[float]]:
         for work in works:
             work.wait()
         if rank == 1:
-            several[5].zero_()  # the others' result of a reduction to one rank is not defined
+            several[5].zero_()  # the result of a reduction to one rank is undefined on other ranks
         results.append(torch.cat([*several, *gathered, part]).tolist())
     return results
 

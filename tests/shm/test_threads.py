@@ -1,4 +1,4 @@
-"""The promises of a ``shm`` process group that several threads use, wait for with limits, and destroy under way."""
+"""``shm`` process groups with several threads, waits with timeouts, and destruction during operations."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How all-reduces are carried out; all else goes in rounds."""
+    """Selects the implementation of all-reduces; other collectives use rounds."""
     monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
     return request.param
 
 
 def in_threads(function: Callable[[int], Any], num_threads: int) -> list[Any]:
-    """What a function returns in each of some threads; raises what one of them raises."""
+    """Returns the values of a function in several threads; raises an exception of one of the threads."""
     values: list[Any] = [None] * num_threads
     errors: list[BaseException] = []
 
@@ -54,7 +54,7 @@ def in_threads(function: Callable[[int], Any], num_threads: int) -> list[Any]:
 
 
 def reduce_in_threads(num_rounds: int, numel: int) -> int:
-    """Counts wrong sums. All threads reduce tensors of one kind: it does not matter which of them meets which."""
+    """Returns the number of wrong sums. All threads reduce equal tensors, so any pairing of operations is correct."""
     rank, size = start_shm(), dist.get_world_size()
 
     def reduce(number: int) -> int:
@@ -81,7 +81,7 @@ def test_two_threads_that_use_one_group_get_the_right_sums(world_size: int, nume
 def reduce_with_options_that_do_not_say() -> tuple[list[float], bool]:
     rank = start_shm()
     group, options = dist.group.WORLD, dist.AllreduceOptions()
-    # The options of all-reduces and barriers say whether the caller waits since torch 2.8.
+    # Since torch 2.8, the options of all-reduces and barriers contain whether the caller waits.
     silent = SimpleNamespace(reduceOp=ReduceOp.SUM, timeout=options.timeout)
     one, other = torch.full((5,), rank + 1.0), torch.full((2, 3), rank + 1.0).t()
     works = [
@@ -104,7 +104,7 @@ def join_with_handles_that_cxx_keeps() -> list[float]:
     model = DistributedDataParallel(nn.Linear(2, 1))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    # Each step hands the handle of an all-reduce to DDP's reducer, which waits for it in the backward pass.
+    # Each step passes the handle of an all-reduce to DDP's reducer, which waits for it in the backward pass.
     with model.join(divide_by_initial_world_size=False):
         for _ in range(3 + 2 * rank):
             model(torch.full((4, 2), rank + 1.0)).mean().backward()
@@ -112,7 +112,7 @@ def join_with_handles_that_cxx_keeps() -> list[float]:
 
 
 def test_a_handle_that_only_cxx_code_keeps_can_be_waited_for():
-    # Three steps with the mean of 1 and 2, and the last two of rank 1 alone.
+    # Three steps with the mean of 1 and 2, and two last steps of rank 1 only.
     assert run_ranks(join_with_handles_that_cxx_keeps)[1] == [3 * 1.5 + 2 * 2.0] * 2
 
 
@@ -159,7 +159,7 @@ def fork_while_a_thread_waits() -> tuple[int, float]:
     time.sleep(0.3)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # ends it if it waits for the thread that it does not have
+        signal.alarm(20)  # kills the child if it waits for the thread, which a fork does not copy
         try:
             dist.all_reduce(torch.ones(3))
         except dist.DistBackendError as error:

@@ -53,12 +53,12 @@ class Run:
 
     @property
     def ends(self) -> list[dict[str, Any]]:
-        """Returns the last line of each rank that has reached the end of the script, in the order of ranks."""
+        """Last line of each rank that has reached the end of the script, in the order of ranks."""
         return sorted(self.having("accuracy"), key=lambda line: line["rank"])
 
     @property
     def worlds(self) -> list[tuple[int, int]]:
-        """Returns the number of ranks and the first step of each world."""
+        """Number of ranks and the first step of each world."""
         return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
 
     def logged(self) -> dict[tuple[int, int], tuple[float, ...]]:

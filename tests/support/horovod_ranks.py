@@ -30,9 +30,7 @@ def run_horovod(launcher: str, function: Callable[..., Any], *args: Any, num_ran
     ended = [outcome for _, outcome in sorted(outcomes.items())]
     traces = [outcome.trace for outcome in ended if isinstance(outcome, Failed)]
     if traces or len(ended) < num_ranks:
-        raise AssertionError(
-            "\n".join([f"only ranks {sorted(outcomes)} of {num_ranks} have finished:", *traces, output])
-        )
+        raise AssertionError("\n".join([f"ranks {sorted(outcomes)} of {num_ranks} have finished:", *traces, output]))
     return ended
 
 

@@ -37,7 +37,7 @@ def write(target: Path) -> None:
     """Writes all files under version control, and the package for both names."""
     hatch_build.write(REPOSITORY, target)
     modules = hatch_build.modules_of(REPOSITORY)
-    names = hatch_build.knowing_lightning(modules)
+    names = hatch_build.modules_with_lightning(modules)
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     for name in listed.stdout.splitlines():

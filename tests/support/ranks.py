@@ -87,7 +87,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
 def outcomes_of_ranks(
     function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = LIMIT_S
 ) -> list[Outcome]:
-    """Like :func:`run_ranks`, for ranks that are expected to fail: returns every rank's outcome."""
+    """Returns the outcomes of all ranks, like :func:`run_ranks`, for ranks that are expected to fail."""
     shared = {"NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as directory:
@@ -120,9 +120,9 @@ def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
 
 
 def leave_process_group() -> None:
-    """Ends the process group, so that the next Trainer of this rank creates its own. Collective: all ranks call it.
+    """Destroys the process group, so that the next Trainer of this rank creates a group. Collective: all ranks call it.
 
-    The next process group gets another port, because rank 0 may still serve the store at the old one.
+    The next process group has a different port, because rank 0 may still serve the store at the old port.
     """
     port = [free_port()]
     dist.broadcast_object_list(port)

@@ -35,7 +35,7 @@ def representative_tests() -> list[str]:
 
 
 def represents(test: str, item: pytest.Item) -> bool:
-    """Returns whether an identifier of :func:`representative_tests` names this test or its file."""
+    """Returns whether an identifier of :func:`representative_tests` is this test or its file."""
     return item.nodeid == test or item.nodeid.startswith((f"{test}[", f"{test}::"))
 
 

@@ -91,7 +91,7 @@ def make_environment(wheel: Path | None, directory: Path, without: Sequence[str]
     Args:
         wheel: The wheel. It takes precedence over an installed package of the same name. None installs none.
         directory: An empty directory for the environment.
-        without: Patterns of packages, and of their metadata, that are left out.
+        without: Patterns of packages, and of their metadata, that are omitted.
 
     Returns:
         The environment, and its directory for packages.

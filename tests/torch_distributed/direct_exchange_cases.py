@@ -1,6 +1,6 @@
 """Modules and passes for :mod:`tests.torch_distributed.test_direct_exchange`.
 
-Each case trains a module that ``wrap`` puts into DDP, and returns what a script can observe::
+Each case trains a module that ``wrap`` wraps in DDP, and returns all values that a script can observe::
 
     gradients_with_reducer = one_pass(lambda module: wrap_in_ddp(module, torch.device("cpu")))
 """
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
-WIDTH = 160  # of layers whose weights are large
+WIDTH = 160  # number of features of layers with large weights
 
 
 class Net(nn.Module):
-    """Two large weights of equal shape, small ones, one that is large and not contiguous, and one of another dtype."""
+    """A net with two large weights of equal shape, small weights, a large non-contiguous weight, and another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Checkpointed(Net):
-    """Computes a layer again in the backward pass, or the same layer twice."""
+    """A net that recomputes a layer in the backward pass, once or twice."""
 
     def __init__(self, *, reentrant: bool, twice: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Undefined(torch.autograd.Function):
 
 
 class WithUndefined(Net):
-    """Rank 1 computes no gradients of a large and a small parameter that it uses."""
+    """A net in which rank 1 computes no gradients of a large and a small parameter that it uses."""
 
     def forward(self, rows: Tensor) -> Tensor:
         if dist.get_rank() == 1:
@@ -85,7 +85,7 @@ class WithUndefined(Net):
 
 
 class WithSharedMemory(Net):
-    """Autograd lets the gradients of two parameters refer to the memory of a gradient that it still needs."""
+    """A net in which the gradients of two parameters share memory with a gradient that autograd still needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-# --- what is tried, each with the reducer and without ---
+# --- cases, which run with and without the reducer ---
 
 
 def one_pass(wrap: Callable[..., DistributedModel]) -> Any:
@@ -201,7 +201,7 @@ def a_gradient_of_the_input_first(wrap: Callable[..., DistributedModel]) -> Any:
 
 def with_a_graph_of_the_gradients(wrap: Callable[..., DistributedModel]) -> Any:
     model = wrap(Net())
-    model(batch(0)).backward(create_graph=model.is_exchanged_directly)  # which the reducer does not support
+    model(batch(0)).backward(create_graph=model.is_exchanged_directly)  # the reducer does not support this
     return [each.detach() for each in gradients(model)]
 
 
@@ -230,7 +230,7 @@ def a_parameter_without_gradient(wrap: Callable[..., DistributedModel]) -> Any:
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration") as raised:
         model(batch(1))
     with torch.no_grad():
-        model(batch(1))  # which exchanges nothing
+        model(batch(1))  # no exchange
     return type(raised.value).__name__
 
 
@@ -247,7 +247,7 @@ def gradients_in_shared_memory(wrap: Callable[..., DistributedModel]) -> Any:
     model(batch(0)).backward()
     found = [each.clone() for each in seen] + gradients(model)
     model.zero_grad()
-    model(batch(1)).backward()  # in which large gradients are exchanged as soon as they are computed
+    model(batch(1)).backward()  # this pass exchanges large gradients as soon as they are computed
     return [*found, *gradients(model)]
 
 
@@ -309,7 +309,7 @@ def buffers(wrap: Callable[..., DistributedModel]) -> Any:
 
 
 class WithBuffers(nn.Module):
-    """Buffers of several dtypes and layouts, which each rank sets to its own values."""
+    """A module with buffers of several dtypes and layouts, whose values differ between ranks."""
 
     VALUES = (
         torch.tensor([-0.0, 0.0, float("nan"), float("-inf"), 1e-45]),
@@ -339,7 +339,7 @@ def buffers_of_many_kinds(wrap: Callable[..., DistributedModel]) -> Any:
         if dist.get_rank() == 1:
             for buffer in model.module.buffers():
                 buffer.fill_(1)
-        if number == 1:  # another tensor, of another size
+        if number == 1:  # a different tensor with a different size
             model.module.buffer0 = torch.full((7,), dist.get_rank() + 2.5)
         model(batch(number)).backward()
         seen += [each.contiguous().view(-1).view(torch.uint8).clone() for each in model.module.buffers()]

@@ -1,4 +1,4 @@
-"""Which sizes of buckets are tried, for how long, and which is chosen; the clock is the test's, and no rank runs."""
+"""The bucket search: tried sizes, their duration, and the choice, with a simulated clock and without ranks."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_sizes_are_tried_up_to_one_bucket_for_all(num_bytes, caps):
 
 
 def search_with(monkeypatch, passes_s: dict[float | None, list[float]]) -> tuple[BucketSearch, int]:
-    """A search in which passes take as long as said, by size, in turn; and how many steps it took."""
+    """Runs a search with the given durations of passes by size; returns the search and the number of steps."""
     now = 0.0
     monkeypatch.setattr(bucket_search.time, "perf_counter", lambda: now)
     search = BucketSearch(2 * MIB, torch.device("cpu"))
@@ -58,10 +58,10 @@ def test_the_fastest_is_chosen_by_what_passes_with_an_exchange_take_on_all_ranks
 
     def mean_over_ranks(times):
         seen.append(times.tolist())
-        return (times + torch.tensor([1.0, 1.2, 0.6])) / 2  # the other rank's
+        return (times + torch.tensor([1.0, 1.2, 0.6])) / 2  # the times of the other rank
 
     choice = search.choose(mean_over_ranks)
-    assert seen == [pytest.approx([1.0, 0.8, 0.55], abs=0.36)]  # medians of odd numbers of both
+    assert seen == [pytest.approx([1.0, 0.8, 0.55], abs=0.36)]  # medians of odd numbers of passes
     assert choice.cap == 4
     assert "bucket_cap_mb=4" in str(choice)
     assert "1e+03 ms with DDP's default sizes" in str(choice)
@@ -108,7 +108,7 @@ def test_a_search_starts_again_when_other_parameters_are_trained() -> None:
     num_steps = bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED
     for _ in range(num_steps):
         step()
-    assert used == [1]  # after DDP's own size
+    assert used == [1]  # after DDP's size
     context.rebuild(model)  # as after a change of the trained parameters
     for _ in range(num_steps):
         step()

@@ -1,4 +1,4 @@
-"""Compressed exchanges: how far they are from the exact mean, and that what is left out is not lost."""
+"""Compressed exchanges: their distance from the exact mean, and the compensation of omitted values."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
 }
 
 
-# --- what is asked for ---
+# --- arguments ---
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ class Parameters(nn.Module):
 
 
 def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
-    """What a rank contributes to a step; the first one is a matrix of rank two."""
+    """Returns the contributions of a rank to a step; the first contribution is a matrix of rank two."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     found = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     columns = torch.randn(2, 96, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -127,7 +127,7 @@ def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
-    """Some steps of a model in DDP: what comes of each, the exact means, and what is missing at the end."""
+    """Runs steps of a model in DDP; returns the results, the exact means, and the residuals at the end."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
     exchange = create_exchange(compression, model)
@@ -156,7 +156,7 @@ def exchange_all(backend: str, num_hosts: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[("gloo", 2, 1), ("shm", 4, 2), ("gloo", 3, 2)], ids=str)
 def exchanged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """By rank, what has come of the cases with a backend, a number of ranks, and one of hosts."""
+    """Provides the results of all cases by rank, for a backend, a number of ranks, and a number of hosts."""
     backend, size, num_hosts = request.param
     return run_ranks(exchange_all, backend, num_hosts, world_size=size)
 
@@ -174,7 +174,7 @@ def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]
 def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]], name: str, bits: int) -> None:
     found = exchanged[0][name]
     for got, exact, magnitude in zip(*(_flat(found[key]) for key in ("got", "exact", "magnitude")), strict=True):
-        # A rounding errs by half a unit in the last of `bits` bits; fp16 has no smaller unit than 2^-24.
+        # The rounding error is half a unit of the last of `bits` bits; the smallest unit of fp16 is 2^-24.
         limit = len(exchanged) * (1.01 * 2.0**-bits * magnitude + 2.0**-24)
         assert ((got - exact).abs() <= limit).all()
     assert any(not torch.equal(*pair) for pair in zip(_flat(found["got"]), _flat(found["exact"]), strict=True))
@@ -192,7 +192,7 @@ def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]
         left = missing[f"of.{index}"].view(shape)
         torch.testing.assert_close(got + left, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False)
         assert left.dtype == (torch.float32 if is_half else torch.float64)
-    assert missing["of.2"].abs().max() > 1e-2, "nothing was left out"
+    assert missing["of.2"].abs().max() > 1e-2, "the compression has omitted nothing"
 
 
 @pytest.mark.processes
@@ -215,7 +215,7 @@ def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
 
 @pytest.mark.processes
 def test_the_number_of_largest_elements_sent_is_the_argument(exchanged: list[dict[str, Any]]) -> None:
-    """A share is one rank's of each host; each sends so many, and they may send the same."""
+    """One rank per host and shard sends the given number of elements; these may overlap."""
     num_senders = len(exchanged) if len(exchanged) < 4 else 2
     matrix = exchanged[0]["topk"]["got"][0][0]
     sent, asked_for = int((matrix != 0).sum()), round(0.1 * matrix.numel())
@@ -226,7 +226,7 @@ def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
     return [tensor for step in steps for tensor in step]
 
 
-# --- which gradients are large ---
+# --- selection of large gradients ---
 
 
 @pytest.mark.parametrize("size", [1024, 5000, 300_000])
@@ -236,7 +236,7 @@ def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
     ids=["normal", "heavy tails", "all alike", "zeros"],
 )
 def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, make: Callable[[int], Tensor]) -> None:
-    """The bound that convergence rests on: Stich et al. 2018, definition 2.1."""
+    """The test checks the bound that convergence requires: Stich et al. 2018, definition 2.1."""
     values, count = make(size), size // 100
     places = codecs._largest(values, count)
     assert len(places.unique()) == len(places) == count
@@ -250,7 +250,7 @@ def test_chosen_are_nearly_the_largest() -> None:
     assert chosen >= 0.99 * values.abs().topk(3000).values.sum()
 
 
-# --- shares ---
+# --- shards ---
 
 
 @pytest.mark.parametrize("num_inside", [1, 2, 3, 5])
@@ -263,11 +263,11 @@ def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
     assert largest <= sum(sizes) / num_inside + max(sizes)
 
 
-# --- GPU memory, for which stands in a tensor that records which stream uses it ---
+# --- GPU memory, simulated by a tensor that records the streams that use it ---
 
 
 class OnGPU(Tensor):
-    """As on a GPU, where freed memory goes back to the stream that it was made in."""
+    """A simulated GPU tensor: freed memory returns to the stream that allocated it."""
 
     is_cuda = True
     uses: ClassVar[list[tuple[list[float], str]]] = []
@@ -280,7 +280,7 @@ def test_memory_of_a_residual_is_not_reused_before_the_exchange_stream_has_used_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream of the exchange")
     monkeypatch.setattr(OnGPU, "uses", [])
     residuals, parameters = Residuals(), [torch.zeros(2).as_subclass(OnGPU) for _ in range(2)]
-    for parameter in parameters:  # in the stream of the training, as when a checkpoint is loaded
+    for parameter in parameters:  # in the stream of the training, as in the loading of a checkpoint
         residuals.distribute(parameter, torch.full((2,), 6.0), 2)
     assert residuals.flat(parameters[:1], parameters[0]).tolist() == [3, 3]
     gradients = torch.ones(2).as_subclass(OnGPU)
@@ -289,7 +289,7 @@ def test_memory_of_a_residual_is_not_reused_before_the_exchange_stream_has_used_
     assert OnGPU.uses == [([3, 3], "stream of the exchange"), ([0, 0], "stream of the exchange")]
 
 
-# --- groups of GPUs, for which stands a device that says that it is one ---
+# --- groups of GPUs, with a device object of type cuda ---
 
 
 def groups_on_a_gpu(backend: str) -> list[bool]:
@@ -300,7 +300,7 @@ def groups_on_a_gpu(backend: str) -> list[bool]:
         found.append(of_ranks.inter_host is dist.group.WORLD)
         of_ranks.close()
         found.append(dist.is_initialized())
-    dist.barrier()  # one that ends breaks off the connections that another is about to make
+    dist.barrier()  # a rank that exits would interrupt the connections of the other rank
     dist.destroy_process_group()
     return found
 
@@ -312,7 +312,7 @@ def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm() -> No
 
 
 def exchange_beside_others(size: int) -> dict[str, list[str]]:
-    """What happens in a backward pass of a model that has collectives of the default group beside the exchange."""
+    """Returns the events of a backward pass of a model that also calls collectives of the default group."""
     rank = int(os.environ["LOCAL_RANK"])
     host_groups.host_identity = lambda: f"host {rank * 2 // size}"
     dist.init_process_group("gloo", rank=rank, world_size=size)

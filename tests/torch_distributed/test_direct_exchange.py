@@ -1,4 +1,4 @@
-"""Gradients that are exchanged without DDP's reducer: all that a script can see is what it sees with the reducer."""
+"""The exchange of gradients without DDP's reducer: scripts observe the same values as with the reducer."""
 
 import gc
 import logging
@@ -82,7 +82,7 @@ def test_two_ranks_have_what_the_reducer_gives_them_to_the_last_bit(
             assert str(with_reducer) == str(without)
 
 
-# --- more ranks, and ranks that differ ---
+# --- more ranks, and different ranks ---
 
 
 def in_different_orders() -> tuple[list[Tensor], list[Tensor]]:
@@ -90,7 +90,7 @@ def in_different_orders() -> tuple[list[Tensor], list[Tensor]]:
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(1)
         module = Net()
-        # The mean of what the ranks compute each by itself, in its order.
+        # The mean of the gradients that each rank computes in its order.
         expected: list[Tensor] = []
         for number in range(2):
             module.zero_grad()
@@ -205,7 +205,7 @@ def test_shared_memory_is_freed_with_the_model() -> None:
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """What is logged meanwhile at the level INFO."""
+    """Collects the log messages of the block at the level INFO."""
     logger = logging.getLogger("lightning_strategies_ext.torch_distributed")
     logger.setLevel(logging.INFO)
     found: list[str] = []

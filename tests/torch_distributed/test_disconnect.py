@@ -1,4 +1,4 @@
-"""A rank closes its connections to other ranks, whether these are running or not, and no other connections."""
+"""A rank closes its connections to other ranks, running or not, and does not close other connections."""
 
 import os
 import signal
@@ -21,9 +21,9 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 pytestmark = pytest.mark.processes
 
-#: The timeout of the group.
+#: Timeout of the group, in seconds.
 FOREVER_S = 60
-#: Only a rank that waits for the timeout, or for a child, comes to that.
+#: Time limit that only a rank that waits for the timeout, or for a child, exceeds.
 LIMIT_S = FOREVER_S / 2
 
 
@@ -47,7 +47,7 @@ def fails_once_it_is_cut_off(other: Peer) -> float:
 def wait_for_one_that_is_killed() -> float:
     rank, other = join()
     if rank == 1:
-        if os.fork() == 0:  # like a worker of a data loader, which holds all that is open
+        if os.fork() == 0:  # like a DataLoader worker, which inherits all open files
             while other.is_running():
                 time.sleep(0.05)
             os._exit(0)
@@ -76,7 +76,7 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
     store.set(f"done {rank}", "too")
     seen = [accepted.recv(10), store.get(f"done {1 - rank}")]
     store.set(f"seen {rank}", "")
-    store.get("seen 1")  # the store is in rank 0's process
+    store.get("seen 1")  # rank 0's process serves the store
     return seen
 
 
@@ -92,7 +92,7 @@ def wait_over_gloo_beside_another_backend() -> float:
         store.set("done", "")
     store.get("done")
     store.set(f"seen {rank}", "")
-    store.get("seen 1")  # the store is in rank 0's process
+    store.get("seen 1")  # rank 0's process serves the store
     return waited_s
 
 
@@ -101,14 +101,14 @@ def test_disconnecting_aborts_gloo_also_if_gpus_have_another_backend():
     assert 0.4 < waited_s < LIMIT_S
 
 
-# --- NCCL, for which stand in groups and backends that record that they are aborted ---
+# --- NCCL, simulated by groups and backends that record their abort ---
 
 
 def abort_groups_that_wait_for_each_other() -> list[Any]:
     aborted, have_begun = [], threading.Barrier(3)
 
     class Waiting(dist.ProcessGroup):
-        """As one of NCCL's, whose abort waits for the GPU, which the collective of another group may occupy."""
+        """A simulated NCCL group, whose abort waits for the GPU, which another group's collective may occupy."""
 
         def abort(self) -> None:
             have_begun.wait(LIMIT_S)
@@ -123,7 +123,7 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     is_abortable = can_abort()
     disconnect([])
     found = [is_abortable, is_aborted(), [aborted.count(group) for group in groups]]
-    process_group.leave_subgroup(groups[2])  # the other one is left with the default group
+    process_group.leave_subgroup(groups[2])  # the other subgroup is destroyed with the default group
     process_group.stop()
     return [*found, dist.is_initialized(), len(aborted)]
 
@@ -152,7 +152,7 @@ def abort_one_that_has_gloo_too() -> list[Any]:
         def _get_backend(self, device: torch.device) -> OfDevice:
             return backends[device.type]
 
-        def abort(self) -> None:  # as torch's does in C++
+        def abort(self) -> None:  # like torch's method in C++
             for backend in backends.values():
                 backend.abort()
 

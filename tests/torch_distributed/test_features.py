@@ -1,4 +1,4 @@
-"""Features of a model in DDP: CONTRIBUTING's example, in the table, works in ``fit``."""
+"""Features of a model in DDP: the example in CONTRIBUTING.md works in ``fit``."""
 
 import os
 import re
@@ -18,7 +18,7 @@ NUM_STEPS = 3
 
 
 def messages_of_example(is_in_use: bool) -> list[str]:
-    """Returns what the example logs in a ``fit`` of which only every second backward pass exchanges gradients."""
+    """Returns the example's log of a ``fit`` in which only every second backward pass exchanges gradients."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## Add a feature of DDP\n")[2]
     code = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     line = re.search(r"The line in the table is `(.+?)`", text)

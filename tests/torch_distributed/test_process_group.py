@@ -1,4 +1,4 @@
-"""What is left of process groups that one process has made, one after another."""
+"""Successive process groups in one process: released threads, connections, and stores."""
 
 import multiprocessing
 import os
@@ -33,7 +33,7 @@ def num_threads() -> int:
 
 @pytest.mark.forked
 def test_gloo_outlives_its_group_so_that_releasing_the_group_waits_for_no_thread():
-    join()  # torch keeps the group of the first model of a process (seen in 2.13)
+    join()  # torch holds a reference to the group of the first model of a process (observed in 2.13)
     process_group.stop()
     process_group._stop_at_exit()
     before = num_threads()
@@ -81,7 +81,7 @@ def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_end
 
 
 def meet_twice() -> tuple[list[float], list[bool]]:
-    """In a group of ours, and in one that the user makes from the same variables."""
+    """Reduces in a group of this package, and in a group that the user creates from the same variables."""
     environment, sums, listened = LightningEnvironment(), [], []
     environment.set_global_rank(environment.local_rank())
     environment.set_world_size(2)

@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings under DDP: weights are those of one process that has all ranks' samples."""
+"""Sparse gradients of embeddings under DDP: weights equal those of one process with the samples of all ranks."""
 
 from itertools import product
 from typing import Any
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.processes
 
 NUM_RANKS = 2
 NUM_BATCHES = 4
-#: Rows of the table by rank and batch; rank 1's second batch has none.
+#: Rows of the table by rank and batch; rank 1's second batch has no rows.
 ROWS = (((5, 4, 4), (1, 0, 2), (3, 3, 7), (6, 1, 5)), ((2, 2, 0), (), (7, 5, 3), (4, 0, 1)))
 INPUTS = torch.randn(NUM_RANKS, NUM_BATCHES, 3, 4, generator=torch.Generator().manual_seed(3))
 
 
 class Net(pl.LightningModule):
-    """An embedding whose output is added to that of dense layers, at one of four positions among the parameters."""
+    """A net that adds an embedding's output to dense layers; the embedding is at one of four parameter positions."""
 
     def __init__(self, position: str = "middle", is_bag: bool = False) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def train(strategy: Any, model: Net, accumulate: int = 1) -> dict[str, Tensor]:
 
 
 def train_twice(model: Net, is_frozen_first: bool = False) -> dict[str, Tensor]:
-    """Weights after two fits, or after an epoch with a frozen table and another one in which it is trained."""
+    """Returns the weights after two fits, or after an epoch with a frozen table and an epoch with a trained table."""
     callbacks: list[pl.Callback] = [UnfrozenTable()] if is_frozen_first else []
     model.table.requires_grad_(not is_frozen_first)
     trainer = make_trainer(
@@ -158,7 +158,7 @@ def train_all() -> dict[Any, Any]:
 
 
 def gradients_of_torch() -> Tensor:
-    """The bias of the layer before the embedding, with DDP of torch alone."""
+    """Returns the gradient of the bias of the layer before the embedding, with torch's DDP alone."""
     model = Net()
     ddp = DistributedDataParallel(model)
     rank = dist.get_rank()
@@ -219,7 +219,7 @@ def test_an_embedding_may_be_unfrozen(ranks):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_torch_alone_divides_twice(ranks, backend):
-    """Fails when torch has fixed this; the copies in `wrapping.py` are then needed for earlier releases only."""
+    """The test fails when torch fixes this; then only earlier releases need the copies in `wrapping.py`."""
     model = Net()
     for rank in range(NUM_RANKS):
         (model.loss(rank, 0) / NUM_RANKS).backward()

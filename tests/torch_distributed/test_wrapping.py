@@ -1,4 +1,4 @@
-"""DDP is made in a side stream of the GPU, which waits for the current one and is waited for."""
+"""DDP is created in a side stream of the GPU, which is synchronized with the current stream before and after."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def wrap_three_times_on_a_gpu() -> list[str]:
-    """A stand-in on a CPU: streams that record what they wait for, and DDP that takes any device."""
+    """Simulates a GPU on a CPU: streams that record their waits, and a DDP that accepts any device."""
     events: list[str] = []
 
     class Stream:

@@ -1,1 +1,1 @@
-"""Ranks with different numbers of batches."""
+"""Tests of ranks with different numbers of batches."""

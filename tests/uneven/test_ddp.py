@@ -1,6 +1,6 @@
-"""What is DDP's own of ``uneven_inputs``: its arguments, communication hooks, buffers, and workers of ``fit``.
+"""``uneven_inputs`` with DDP: its arguments, communication hooks, buffers, and workers of ``fit``.
 
-Gradients of two ranks, and their mean, are those of the one process that is the reference to the last bit.
+The gradients of two ranks, and their mean, are bitwise identical to those of the reference in one process.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ TOLERANCES = {"all-reduce": 0.0, "bf16": 2e-3, "compressed to bf16": 2e-3, "wrap
 
 
 class Branches(Model):
-    """The last batch of rank 0, which goes through it three times more, uses a layer that no other batch uses."""
+    """A model with a layer that only the last batch of rank 0 uses; rank 0 repeats this batch three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Branches(Model):
 
 
 class Heads(Model):
-    """Every third batch of a rank uses another head; windows have three batches, as do ranks' last ones together."""
+    """A model with a second head for every third batch of a rank; windows have three batches."""
 
     def __init__(self) -> None:
         super().__init__()

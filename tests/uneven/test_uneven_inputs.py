@@ -1,4 +1,4 @@
-"""The promises of ``uneven_inputs=...``, on real ranks of both engines that have different numbers of batches.
+"""``uneven_inputs=...`` on ranks of both engines, with different numbers of batches.
 
 The reference is a loop in one process that averages the gradients of the ranks that have data, batch by batch.
 """
@@ -55,7 +55,7 @@ CASES |= {
 
 
 class AddsUp(Model):
-    """Manual optimization that steps after three batches, and exchanges after the second and after the third."""
+    """Manual optimization with a step after three batches, and with exchanges after the second and the third batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_weights_are_those_of_the_ranks_that_had_data(ranks, case):
         assert result["global_step"] == NUM_EPOCHS * -(-num_batches // accumulate)
         assert result["lr"] == pytest.approx(0.1 * 0.5**NUM_EPOCHS)
         assert result["num_validated"] == [2] * (NUM_EPOCHS + 1)  # with the sanity check
-        assert all(isfinite(value) for value in result["logged"].values())  # in steps without any data, too
+        assert all(isfinite(value) for value in result["logged"].values())  # also in steps without data
     assert all(torch.equal(ranks[0][case]["weights"][key], value) for key, value in ranks[1][case]["weights"].items())
 
 
@@ -143,7 +143,7 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
     firsts = [[batch_of(rank, index)[0] for index in range(count)] for rank, count in enumerate(counted)]
     whole = torch.cat([batch for batches in firsts for batch in batches])
     for result in (rank[case] for rank in ranks):
-        # DDP gives all ranks the buffers of the first that has data, Horovod those of rank 0, before each validation.
+        # Before each validation, DDP broadcasts the buffers of the first rank with data, and Horovod those of rank 0.
         assert result["num_seen"] == NUM_EPOCHS * BATCH_SIZE * (counted[0] if engine == "horovod" else max(counted))
         assert result["logged"]["num_samples"] == len(whole)
         assert result["logged"]["largest"] == pytest.approx(whole.max().item())
@@ -182,7 +182,7 @@ def test_manual_optimization_joins(ranks, kind):
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [4, 5])
 def test_what_has_been_exchanged_already_counts_once(ranks, length):
-    """Rank 0 runs out after the first or after the second batch of the last three."""
+    """Rank 0 has its last batch as the first or second of the last three batches."""
     model = AddsUp()
     (optimizer,), _ = model.configure_optimizers()
 
@@ -228,7 +228,7 @@ def fail(engine: str, lengths: tuple[int, ...], kind: str, accumulate: int) -> N
 def test_by_default_all_ranks_get_an_error_that_names_the_rank_without_batches(engine, kind, lengths, accumulate, said):
     start = time.monotonic()
     texts = texts_of_errors(engine, fail, lengths, kind, accumulate)
-    assert time.monotonic() - start < 120  # stock waits for half an hour
+    assert time.monotonic() - start < 120  # Lightning's strategy waits for half an hour
     assert any(all(words in text for words in (*said, "uneven_inputs='stop'")) for text in texts), texts
 
 
@@ -258,7 +258,7 @@ def test_three_ranks_that_run_out_one_after_the_other(engine):
 
 
 class Draws(Model):
-    """Takes its batches itself."""
+    """A model whose step fetches the batches."""
 
     def training_step(self, dataloader_iter: Any) -> Tensor:
         (features, labels), _, _ = next(dataloader_iter)
@@ -321,7 +321,7 @@ def run(engine: str, function: Callable[..., Any], *args: Any, num_ranks: int = 
 
 
 def texts_of_errors(engine: str, function: Callable[..., Any], *args: Any) -> list[str]:
-    """What the ranks' errors say that are about uneven inputs."""
+    """Returns the texts of the ranks' errors about uneven inputs."""
     if engine == "horovod":
         _, outcomes = try_horovod("horovodrun", function, engine, *args)
         return [outcome.text for outcome in outcomes.values() if outcome.name == "UnevenInputsError"]

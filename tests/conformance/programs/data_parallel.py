@@ -170,7 +170,7 @@ def pipeline() -> Any:
 
 
 class _Counter(Joinable):
-    """Sums the counts of the ranks that have not joined."""
+    """A joinable that sums the counts of the ranks that have not joined."""
 
     def __init__(self) -> None:
         super().__init__()
