@@ -2,7 +2,7 @@
 
     python docs/failure_demo.py raise                              # strategy="ddp_ext", two CPU ranks
     python docs/failure_demo.py kill --strategy ddp_spawn_ext
-    horovodrun -np 2 python docs/failure_demo.py raise --strategy horovod_ext
+    horovodrun --gloo -np 2 python docs/failure_demo.py raise --strategy horovod_ext
 
 docs/failures.md quotes the output. Each case is a function of this module with the name of the command-line argument.
 """

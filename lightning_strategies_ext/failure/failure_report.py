@@ -79,8 +79,8 @@ def texts_of_exception(exception: BaseException) -> tuple[str, str]:
 
 
 def one_line_cause(failure: Failure) -> str:
-    """Returns the failure in one line."""
-    return f"{failure.ranks_text} {failure.verb}: {failure.advice or failure.headline.splitlines()[0]}"
+    """Returns the failure in one line, without a period at its end."""
+    return f"{failure.ranks_text} {failure.verb}: {failure.advice or failure.headline.splitlines()[0]}".rstrip(".")
 
 
 def summary(failure: Failure) -> str:

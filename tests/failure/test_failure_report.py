@@ -24,6 +24,11 @@ def test_a_rank_appends_to_its_file_in_a_directory_of_this_user(tmp_path: Path) 
     assert path.read_text() == "first\nsecond\n"
 
 
+def test_a_failure_in_one_line_ends_without_a_period() -> None:
+    failure = failure_report.failure_from_traceback("TimeoutError: rank 1 has not arrived.", 0, "training step 3")
+    assert failure_report.one_line_cause(failure) == "rank 0 failed: TimeoutError: rank 1 has not arrived"
+
+
 def test_a_link_of_this_user_is_followed_to_a_directory_of_this_user(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "failures").symlink_to(tmp_path / "elsewhere")
