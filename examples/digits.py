@@ -1,11 +1,11 @@
-"""Trains a small convolutional network on real handwritten digits with any strategy, and prints how well and how fast.
+"""Trains a small convolutional network on real handwritten digits with any strategy, and prints accuracy and speed.
 
     python examples/digits.py                          # strategy="ddp_ext", two CPU processes
-    python examples/digits.py --strategy ddp           # the same with Lightning's own strategy, for comparison
-    torchrun --nproc-per-node 2 examples/digits.py     # ranks started by torchrun instead
+    python examples/digits.py --strategy ddp           # Lightning's own strategy, for comparison
+    torchrun --nproc-per-node 2 examples/digits.py     # torchrun starts the ranks
 
-The data are the 1,797 images that come inside scikit-learn (8 x 8 pixels, ten classes; a copy of the test set of the
-UCI ML hand-written digits datasets). Note what is not here: an import of ``lightning_strategies_ext``.
+The data are the 1,797 images of scikit-learn's digits dataset (8 x 8 pixels, ten classes; a copy of the test set of the
+UCI ML hand-written digits datasets). The script does not import ``lightning_strategies_ext``: Lightning loads it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NUM_HELD_OUT = 360
 
 
 class DigitsData(pl.LightningDataModule):
-    """The digits, split once and for all into training and held-out images.
+    """The digits, with a fixed split into training and held-out images.
 
     Args:
         batch_size: Images per process and step.
@@ -45,15 +45,15 @@ class DigitsData(pl.LightningDataModule):
         self.held_out_set = TensorDataset(held_out_x, tensors[3])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled training images."""
+        """Returns a loader of shuffled training images."""
         return DataLoader(self.train_set, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Held-out images."""
+        """Returns a loader of held-out images."""
         return DataLoader(self.held_out_set, self.batch_size)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Held-out images."""
+        """Returns a loader of held-out images."""
         return self.val_dataloader()
 
 
@@ -81,7 +81,7 @@ class DigitsNet(pl.LightningModule):
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy of one batch."""
+        """Returns the cross entropy of one batch, and logs it."""
         images, labels = batch
         loss = functional.cross_entropy(self.net(images), labels)
         self.log("loss", loss, prog_bar=True)
@@ -96,7 +96,7 @@ class DigitsNet(pl.LightningModule):
         self.log("test_accuracy", self._accuracy(batch), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Returns the optimizer, Adam."""
         return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     def _accuracy(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -105,7 +105,7 @@ class DigitsNet(pl.LightningModule):
 
 
 class Throughput(Callback):
-    """Counts the training images per second over all processes, leaving out each epoch's start and validation."""
+    """Measures training images per second over all processes, without the start and the validation of epochs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -125,7 +125,7 @@ class Throughput(Callback):
 
 
 def main() -> None:
-    """Trains, tests and reports."""
+    """Trains, tests, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="ddp_ext", help="any name that Trainer(strategy=...) accepts")
     parser.add_argument("--devices", type=int, default=2, help="processes per host")
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
-    parser.add_argument("--dir", type=Path, default=Path("checkpoints"), help="where the checkpoint goes")
+    parser.add_argument("--dir", type=Path, default=Path("checkpoints"), help="directory of the checkpoint")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory

@@ -1,10 +1,10 @@
-"""Trains on the handwritten digits of ``examples/digits.py`` in a loop of one's own, with Fabric and any strategy.
+"""Trains on the handwritten digits of ``examples/digits.py`` with Fabric, any strategy, and a custom training loop.
 
     python examples/fabric_digits.py                             # strategy="ddp_ext", two CPU processes
     python examples/fabric_digits.py --strategy ddp_spawn_ext    # worker processes; the function's value is returned
     python examples/fabric_digits.py --strategy dp_ext           # one process, two replicas
 
-The loop is the same for all of them.
+The loop is the same for all strategies.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from torch.nn import functional
 
 
 def train(fabric: Fabric, epochs: int, batch_size: int, checkpoint: Path) -> float:
-    """Trains, saves, and returns the accuracy on held-out images. Runs in each process that the strategy has.
+    """Trains, saves a checkpoint, and returns the accuracy on held-out images. Runs in each process of the strategy.
 
     Args:
-        fabric: What setup, gradients and collectives go through.
-        epochs: How often each image is seen.
+        fabric: The Fabric object, which sets up the model and runs backward passes and collectives.
+        epochs: Number of passes over the training images.
         batch_size: Images per process and step.
-        checkpoint: Where the weights go.
+        checkpoint: Path of the checkpoint.
     """
     fabric.seed_everything(1, verbose=False)
     data, net = DigitsData(batch_size), DigitsNet().net
@@ -47,10 +47,10 @@ def train(fabric: Fabric, epochs: int, batch_size: int, checkpoint: Path) -> flo
 
 
 def main() -> None:
-    """Trains and reports."""
+    """Trains, and prints the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="ddp_ext", help="any name that Fabric(strategy=...) accepts")
-    parser.add_argument("--devices", type=int, default=2, help="per host")
+    parser.add_argument("--devices", type=int, default=2, help="processes per host; replicas with dp_ext")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")

@@ -1,14 +1,15 @@
-"""Trains a generative adversarial network (GAN) to draw the digit that it is asked for, and measures how well it does.
+"""Trains a generative adversarial network (GAN) to draw a requested digit, and measures the quality of its images.
 
     python examples/gan.py                             # two CPU processes
-    python examples/gan.py --plot drawn.png            # and a picture of what it draws
+    python examples/gan.py --plot drawn.png            # also saves a picture of generated digits
 
-A generator draws, a discriminator tells drawn images from real ones, and each has an optimizer: manual optimization.
-In the backward pass of one, the parameters of the other take no part. DDP must be told, hence the long name of the
-strategy.
+A generator draws images, and a discriminator distinguishes drawn images from real ones. Each network has its own
+optimizer, hence manual optimization. The backward pass of one network does not use the parameters of the other. DDP
+needs ``find_unused_parameters=True`` for this, and the default strategy's name selects it.
 
-How good the drawings are says a classifier of real digits, which reads them, and the Fréchet distance to real images:
-that between two normal distributions with the means and covariances of the pixels. It grows if all drawings are alike.
+Two measures rate the drawn images. The first is the accuracy of a classifier that was trained on real digits. The
+second is the Fréchet distance to real images: the distance between two normal distributions with the means and
+covariances of the pixels. It is large if all drawn images look alike.
 """
 
 import argparse
@@ -51,14 +52,14 @@ class Generator(nn.Module):
         )
 
     def forward(self, labels: Tensor) -> Tensor:
-        """One image for each label, another one each time."""
+        """Returns one image for each label, drawn from new noise."""
         noise = torch.randn(len(labels), NOISE_SIZE, device=labels.device)
         wanted = functional.one_hot(labels, NUM_CLASSES).float()
         return self.net(torch.cat([noise, wanted], dim=1)[:, :, None, None])  # type: ignore[no-any-return]
 
 
 class Discriminator(nn.Module):
-    """Says, as a logit, whether an image is a real one of its label.
+    """Classifies whether an image is a real image of its label.
 
     Args:
         width: Channels of the widest layer.
@@ -78,17 +79,17 @@ class Discriminator(nn.Module):
         )
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """One logit for each image."""
+        """Returns one logit for each image: positive if the image seems real."""
         planes = functional.one_hot(labels, NUM_CLASSES).float()[:, :, None, None].expand(-1, -1, 8, 8)
         return self.net(torch.cat([images, planes], dim=1)).flatten()  # type: ignore[no-any-return]
 
 
 class DigitsGAN(pl.LightningModule):
-    """Both networks, and how they learn from each other.
+    """Trains a generator and a discriminator against each other.
 
     Args:
-        width: Channels of their widest layers.
-        lr: Learning rate of both.
+        width: Channels of the widest layer of each network.
+        lr: Learning rate of both optimizers.
     """
 
     def __init__(self, width: int = 64, lr: float = 2e-3) -> None:
@@ -98,18 +99,18 @@ class DigitsGAN(pl.LightningModule):
         self.generator, self.discriminator = Generator(width), Discriminator(width)
 
     def on_fit_start(self) -> None:
-        """Has the processes, which were seeded alike so that their networks are, draw different images from here on."""
+        """Seeds each rank differently: ranks have the same initial weights, but must draw different images."""
         torch.manual_seed(self.global_rank)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """A step of the discriminator, then one of the generator."""
+        """Runs a step of the discriminator, then a step of the generator."""
         images, labels = batch
         of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
 
         with of_discriminator.toggle_model():
             real = self.discriminator(images, labels)
             drawn = self.discriminator(self.generator(labels), labels)
-            # 0.9 and not 1.0, so that the discriminator does not become too sure for the generator to learn from it.
+            # 0.9 instead of 1.0: if the discriminator is too confident, the gradients of the generator vanish.
             loss = binary_loss(real, 0.9) + binary_loss(drawn, 0.0)
             of_discriminator.zero_grad()
             self.manual_backward(loss)
@@ -124,14 +125,14 @@ class DigitsGAN(pl.LightningModule):
         self.log("generator", loss, prog_bar=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One Adam for each network."""
+        """Returns an Adam optimizer for each network."""
         return [
             torch.optim.Adam(net.parameters(), self.lr, (0.5, 0.99)) for net in (self.generator, self.discriminator)
         ]
 
     @torch.inference_mode()
     def draw(self, num_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """Images of all digits by turns, the same for the same seed, and what they were meant to be."""
+        """Returns images of all digits in turn, which depend only on the weights and the seed, and their labels."""
         was_training = self.training
         self.eval()
         labels = torch.arange(NUM_CLASSES).repeat(num_per_class)
@@ -143,12 +144,12 @@ class DigitsGAN(pl.LightningModule):
 
 
 def binary_loss(logits: Tensor, target: float) -> Tensor:
-    """Binary cross entropy with one target for all."""
+    """Returns the binary cross entropy of the logits with the same target for each."""
     return functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
 
 
 def frechet_distance(images: Tensor, others: Tensor) -> float:
-    """How far two sets of images are apart: 0 for normal distributions with the same mean and covariance."""
+    """Returns the Fréchet distance of two sets of images: 0 if their means and covariances are equal."""
     first, second = images.flatten(1).double(), others.flatten(1).double()
     covariances = torch.cov(first.T), torch.cov(second.T)
     product = torch.linalg.eigvals(covariances[0] @ covariances[1]).real.clamp(min=0)
@@ -157,10 +158,10 @@ def frechet_distance(images: Tensor, others: Tensor) -> float:
 
 
 class Judge:
-    """Measures images against the real ones.
+    """Compares drawn images with real images.
 
     Args:
-        data: The real ones.
+        data: The real images.
     """
 
     def __init__(self, data: DigitsData) -> None:
@@ -169,13 +170,13 @@ class Judge:
         self.classifier = SVC().fit(images.flatten(1).numpy(), labels.numpy())
 
     def measure(self, images: Tensor, labels: Tensor) -> list[str]:
-        """A column of the table: how many are read as what they were meant to be, the distance to real ones."""
+        """Returns a column of the table: the classifier's accuracy, and the distance to real images."""
         accuracy = self.classifier.score(images.flatten(1).numpy(), labels.numpy())
         return [f"{accuracy:.4f}", f"{frechet_distance(images, self.real):.2f}"]
 
 
 def plot(images: Tensor, path: Path) -> None:
-    """Draws a row for each of the first ten images of each digit."""
+    """Saves a picture with the first ten images of each digit, one digit per column."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +188,7 @@ def plot(images: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Trains, measures and reports."""
+    """Trains, measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="ddp_ext_find_unused_parameters_true")
     parser.add_argument("--devices", type=int, default=2, help="processes")
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process and step")
     parser.add_argument("--width", type=int, default=64, help="channels of the widest layers")
-    parser.add_argument("--plot", type=Path, help="where a picture of the drawn digits goes")
+    parser.add_argument("--plot", type=Path, help="path of a picture of the drawn digits")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
@@ -218,12 +219,12 @@ def main() -> None:
         columns: dict[str, Any] = {"before": untrained, "after": trained, "real": data.held_out_set.tensors}
         measured = [judge.measure(*images) for images in columns.values()]
         table = Table("images", *columns, title=f"Drawn digits, after {trainer.global_step // 2} steps of each network")
-        for name, *row in zip(["read as what they should be", "Fréchet distance to real ones"], *measured, strict=True):
+        for name, *row in zip(["classified as requested", "Fréchet distance to real ones"], *measured, strict=True):
             table.add_row(name, *row)
         Console().print(table)
         if arguments.plot is not None:
             plot(trained[0], arguments.plot)
-            Console().print(f"Pictures: {arguments.plot}")
+            Console().print(f"Picture: {arguments.plot}")
 
 
 if __name__ == "__main__":

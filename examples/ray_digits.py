@@ -1,10 +1,10 @@
-"""The digits in workers that Ray places: on this machine, or, the same script, on a cluster.
+"""Trains on the handwritten digits of ``examples/digits.py`` in Ray workers, on this machine or on a cluster.
 
-    python examples/ray_digits.py                                        # Ray is started here, and ends with the script
+    python examples/ray_digits.py                                        # starts Ray for the duration of the script
     python examples/ray_digits.py --address auto --workers 8             # on a host of a cluster
-    ray job submit --working-dir examples -- python ray_digits.py --workers 8    # from elsewhere
+    ray job submit --working-dir examples -- python ray_digits.py --workers 8    # from another machine
 
-After each stage, everything is back in this process: it prints what rank 0 has logged, and predicts with all workers.
+After each stage, this process has the results of all workers: the weights, the metrics of rank 0, and the predictions.
 """
 
 import argparse
@@ -24,28 +24,28 @@ from lightning_strategies_ext import DDPRayStrategy
 
 
 class Net(DigitsNet):
-    """The same, and it predicts. Workers get this class from here: it is in no module that they could import."""
+    """The network of ``digits.py``, with predictions. The class is pickled, since workers cannot import the script."""
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Digits."""
+        """Returns the most probable digit of each image."""
         return self.net(batch[0]).argmax(dim=1)
 
 
 class Whereabouts(Callback):
-    """Says where each rank is."""
+    """Prints the process ID and the host of each rank."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints it, in the worker; it is shown where the script runs."""
+        """Prints one line in each worker; Ray forwards the line to the output of the script."""
         print(f"rank {trainer.global_rank} of {trainer.world_size} is process {os.getpid()} on {socket.gethostname()}")
 
 
 def main() -> None:
-    """Trains, tests, predicts and reports."""
+    """Trains, tests, predicts, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--cpus", type=float, default=1, help="per worker")
-    parser.add_argument("--placement", default="PACK", help="or SPREAD, for as many hosts as possible")
-    parser.add_argument("--address", help="of the cluster; auto for the one that this machine belongs to")
+    parser.add_argument("--cpus", type=float, default=1, help="CPUs per worker")
+    parser.add_argument("--placement", default="PACK", help="PACK, or SPREAD for as many hosts as possible")
+    parser.add_argument("--address", help="address of the cluster; auto for the cluster of this machine")
     parser.add_argument("--epochs", type=int, default=10)
     arguments = parser.parse_args()
 
@@ -80,7 +80,7 @@ def main() -> None:
     table.add_row("workers", str(arguments.workers))
     table.add_row("training steps", str(num_steps))
     table.add_row(f"accuracy on {NUM_HELD_OUT} held-out images", f"{accuracy:.4f}")
-    table.add_row("predicted rightly, in their order", str(right))
+    table.add_row("correct predictions", str(right))
     Console().print(table)
 
 

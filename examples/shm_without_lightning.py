@@ -1,10 +1,10 @@
-"""Trains with torch's own DistributedDataParallel over the process group `shm`; there is no Lightning in it.
+"""Trains with torch's DistributedDataParallel over the process group `shm`, without Lightning.
 
     torchrun --nproc-per-node 2 examples/shm_without_lightning.py
-    torchrun --nproc-per-node 2 examples/shm_without_lightning.py --backend gloo    # torch's own, for comparison
+    torchrun --nproc-per-node 2 examples/shm_without_lightning.py --backend gloo    # torch's backend, for comparison
 
-torch knows the name `shm` once this package is installed; no import is needed. Two ranks compute the same bits over
-both.
+torch finds the backend `shm` through an entry point of this package; the script does not import it. With two ranks,
+both backends give bitwise identical weights.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def make_data() -> tuple[TensorDataset, TensorDataset]:
-    """Handwritten digits to train on, and others."""
+    """Returns handwritten digits for training, and held-out digits."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
     train_x, held_out_x, train_y, held_out_y = (torch.as_tensor(array) for array in split)
@@ -35,15 +35,15 @@ def make_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(epochs: int, width: int, lr: float) -> tuple[nn.Module, int, float]:
-    """Trains on this rank's share of the images.
+    """Trains on this rank's shard of the images.
 
     Args:
-        epochs: How often each image is seen.
-        width: Units in each of two hidden layers.
+        epochs: Number of passes over the images.
+        width: Units in each of the two hidden layers.
         lr: Learning rate of Adam.
 
     Returns:
-        The network, the number of steps and their seconds.
+        The network, the number of steps, and the duration of the steps in seconds.
     """
     torch.manual_seed(1)
     images, _ = make_data()
@@ -65,7 +65,7 @@ def train(epochs: int, width: int, lr: float) -> tuple[nn.Module, int, float]:
 
 
 def accuracy_of(net: nn.Module) -> float:
-    """The accuracy on held-out images, of which each rank looks at its share."""
+    """Returns the accuracy on held-out images; each rank classifies its shard of them."""
     _, held_out = make_data()
     share = held_out[dist.get_rank() :: dist.get_world_size()]
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def accuracy_of(net: nn.Module) -> float:
 
 
 def main() -> None:
-    """Trains, measures and reports."""
+    """Trains, measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="shm", help="shm or gloo")
     parser.add_argument("--epochs", type=int, default=30)
@@ -102,7 +102,7 @@ def main() -> None:
         table.add_row("accuracy on held-out images", f"{accuracy:.4f}")
         table.add_row("fingerprint of the weights", hashlib.sha256(weights).hexdigest()[:12])
         Console().print(table)
-    dist.barrier()  # gloo's thread frees the tensor of the last all-reduce, which aborts a process that is exiting
+    dist.barrier()  # gloo's thread frees the last all-reduce's tensor; in an exiting process, that is a crash
     dist.destroy_process_group()
 
 

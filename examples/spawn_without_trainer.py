@@ -1,12 +1,12 @@
-"""Runs a function in worker processes that form a process group, without a Trainer, and gets back what it returns.
+"""Runs a function in worker processes that form a process group, and receives its return value, without a Trainer.
 
     python examples/spawn_without_trainer.py                       # two workers
-    python examples/spawn_without_trainer.py --plot centers.png    # and a picture of what they have found
+    python examples/spawn_without_trainer.py --plot centers.png    # also saves a picture of the clusters
 
-The function is k-means: each worker assigns its share of the images to the nearest centers, and an all-reduce gives all
-workers the means of the whole. It is called once for each of several random beginnings, of which the best one counts.
-The first call starts the workers and they stay for the others. The function does not see the labels; they are used to
-say how pure the clusters are.
+The function is k-means. Each worker assigns its shard of the images to the nearest centers, and an all-reduce computes
+the new centers from all images. The script calls the function with several random initial centers, and uses the result
+with the smallest distance. The first call starts the workers, and the later calls reuse them. The function does not use
+the labels: the script uses them to measure the purity of the clusters.
 """
 
 import argparse
@@ -25,15 +25,16 @@ from lightning_strategies_ext import DDPSpawnStrategy
 
 
 def k_means(images: Tensor, num_clusters: int, seed: int) -> tuple[Tensor, float, int]:
-    """Finds centers such that images are near to one of them. Runs in each worker.
+    """Finds cluster centers that are close to the images. Runs in each worker.
 
     Args:
-        images: All of them, one per row; workers share the memory that they are in.
-        num_clusters: How many centers.
-        seed: Seed of the choice of the images that are the first centers, the same in all workers.
+        images: All images, one per row, in memory that the workers share.
+        num_clusters: Number of centers.
+        seed: Seed that selects the images that are the initial centers, equal in all workers.
 
     Returns:
-        The centers, the mean squared distance of an image to the nearest one, and the number of rounds that it fell.
+        The centers, the mean squared distance from an image to its nearest center, and the number of iterations that
+        reduced this distance.
     """
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:num_clusters]
     centers, before, num_rounds = images[chosen], float("inf"), 0
@@ -52,14 +53,14 @@ def k_means(images: Tensor, num_clusters: int, seed: int) -> tuple[Tensor, float
 
 
 def purity(images: Tensor, labels: Tensor, centers: Tensor) -> float:
-    """The share of images that are what most images of their cluster are."""
+    """Returns the fraction of images whose label is the most frequent label of their cluster."""
     nearest = torch.cdist(images, centers).argmin(dim=1)
     counts = torch.bincount(nearest * 10 + labels, minlength=10 * len(centers)).view(-1, 10)
     return counts.max(dim=1).values.sum().item() / len(images)
 
 
 def plot(centers: Tensor, path: Path) -> None:
-    """Draws the centers as images."""
+    """Saves a picture of the centers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,12 +75,12 @@ def plot(centers: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Clusters and reports."""
+    """Clusters the images, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--clusters", type=int, default=10)
-    parser.add_argument("--beginnings", type=int, default=20, help="how often to start at random")
-    parser.add_argument("--plot", type=Path, help="where a picture of the best centers goes")
+    parser.add_argument("--beginnings", type=int, default=20, help="number of random initial centers to try")
+    parser.add_argument("--plot", type=Path, help="path of a picture of the best centers")
     arguments = parser.parse_args()
 
     pixels, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
@@ -95,13 +96,13 @@ def main() -> None:
     table = Table("what", title=f"{arguments.clusters} clusters of {len(images)} handwritten digits")
     table.add_column("value", justify="right")
     table.add_row("workers", str(arguments.workers))
-    table.add_row("mean squared distance, best of all", f"{distance:.6f}")
-    table.add_row("mean squared distance, worst of all", f"{max(result[1] for result in found):.6f}")
-    table.add_row("rounds of the best", str(num_rounds))
-    table.add_row("purity of the best", f"{purity(images, labels, centers):.4f}")
-    table.add_row("seconds of the first call, with the start of workers", f"{seconds[0]:.3f}")
+    table.add_row("mean squared distance, best run", f"{distance:.6f}")
+    table.add_row("mean squared distance, worst run", f"{max(result[1] for result in found):.6f}")
+    table.add_row("iterations of the best run", str(num_rounds))
+    table.add_row("purity of the best run", f"{purity(images, labels, centers):.4f}")
+    table.add_row("seconds of the first call, including the start of workers", f"{seconds[0]:.3f}")
     if len(seconds) > 1:
-        table.add_row("seconds of a later call, the median", f"{sorted(seconds[1:])[len(seconds[1:]) // 2]:.3f}")
+        table.add_row("median seconds of a later call", f"{sorted(seconds[1:])[len(seconds[1:]) // 2]:.3f}")
     Console().print(table)
     if arguments.plot is not None:
         plot(centers, arguments.plot)

@@ -1,11 +1,11 @@
-"""Trains the same network on one device, with Lightning's strategy and with ours, and prints the results of each.
+"""Trains the same network on one device, with Lightning's strategy, and with a strategy of this package.
 
     python examples/tour.py                            # strategy="ddp_spawn_ext"
-    python examples/tour.py --strategy ddp_ext         # or another of ours, but horovod_elastic_ext
+    python examples/tour.py --strategy ddp_ext         # or another strategy of this package
 
-Two CPU ranks with half of each batch compute what one device computes with the whole of it. The rows tell what a script
-sees in the end: metrics, what the module and a callback have counted, optimizers, predictions. The images are those of
-``examples/digits.py``.
+Two CPU ranks, each with half of every batch, compute the same result as one device with whole batches. The printed
+table compares the state of the script after the training: metrics, counters of the module and of a callback,
+optimizers, and predictions. The images are the digits of ``examples/digits.py``.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BATCH_SIZE = 64
 NUM_BATCHES = 22
 NUM_EPOCHS = 6
 ONE_DEVICE = "one device"
-#: Lightning's own, for each of ours that has a peer there.
+#: Lightning's counterpart of each strategy, or None.
 STOCK = {
     "ddp_ext": "ddp",
     "ddp_spawn_ext": "ddp_spawn",
@@ -48,7 +48,7 @@ STOCK = {
 
 
 class Net(pl.LightningModule):
-    """A linear layer on either side of a hidden one; counts, and measures accuracy with a torchmetrics metric."""
+    """A network with one hidden layer, which counts its batches and measures accuracy with a torchmetrics metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,41 +57,41 @@ class Net(pl.LightningModule):
         self.num_batches = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Returns the cross entropy of one batch, and logs it."""
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Counts."""
+        """Counts the batch."""
         self.num_batches += 1
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Loss and accuracy on images that training has not seen."""
+        """Logs the loss and the accuracy on held-out images."""
         logits = self.net(batch[0])
         self.accuracy(logits, batch[1])
         self.log("held-out loss", functional.cross_entropy(logits, batch[1]), sync_dist=True)
         self.log("held-out accuracy", self.accuracy)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """The same."""
+        """Logs the same metrics as ``validation_step``."""
         self.validation_step(batch, batch_idx)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Class numbers."""
+        """Returns the most probable digit of each image."""
         return self.net(batch[0]).argmax(dim=1)
 
     def configure_optimizers(self) -> Any:
-        """Adam, whose rate halves every other epoch."""
+        """Returns Adam, and a schedule that halves the learning rate after every second epoch."""
         optimizer = torch.optim.Adam(self.parameters(), lr=3e-3)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)]
 
 
 class Data(DigitsData):
-    """The digits in batches that all ranks have together, in an order that does not depend on their number."""
+    """The digits, in global batches that are the same for each number of ranks."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Training images."""
+        """Returns a loader of this rank's training images."""
         assert self.trainer is not None
         ranks = self.trainer.world_size
         images = Subset(self.train_set, range(NUM_BATCHES * BATCH_SIZE))
@@ -99,28 +99,28 @@ class Data(DigitsData):
         return DataLoader(images, batch_size=BATCH_SIZE // ranks, sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Held-out images."""
+        """Returns a loader of held-out images; the Trainer distributes them over the ranks."""
         assert self.trainer is not None
         return DataLoader(self.held_out_set, batch_size=60 // self.trainer.world_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The same."""
+        """Returns the loader of ``val_dataloader``."""
         return self.val_dataloader()
 
 
 class Epochs(Callback):
-    """Notes the epochs in a list that the caller holds."""
+    """Appends the number of each epoch to a list of the caller."""
 
     def __init__(self, epochs: list[int]) -> None:
         self.epochs = epochs
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Notes one."""
+        """Appends the number of the epoch."""
         self.epochs.append(trainer.current_epoch)
 
 
 def observe(strategy: str | None, output: Path) -> None:
-    """Trains, tests and predicts, and writes what the process of rank 0 sees then."""
+    """Trains, tests, and predicts, then writes the state of the process of rank 0 to a JSON file."""
     pl.seed_everything(1, verbose=False)
     epochs: list[int] = []
     model, data = Net(), Data()
@@ -139,7 +139,7 @@ def observe(strategy: str | None, output: Path) -> None:
     trainer.fit(model, data)
     seen.update({name: trainer.callback_metrics[name].item() for name in ("held-out loss", "held-out accuracy")})
     seen["global step"] = trainer.global_step
-    seen["batches that the module has counted"] = model.num_batches
+    seen["batches that the module counted"] = model.num_batches
     seen["epochs in the callback's list"] = len(epochs)
     has_state = trainer.optimizers and trainer.optimizers[0].state
     seen["Adam's steps"] = int(next(iter(trainer.optimizers[0].state.values()))["step"]) if has_state else "lost"
@@ -149,17 +149,17 @@ def observe(strategy: str | None, output: Path) -> None:
     labels = data.held_out_set.tensors[1]
     predicted = torch.cat([torch.empty(0), *(trainer.predict(model, data) or [])])  # type: ignore[list-item]
     is_whole = len(predicted) == len(labels)
-    seen["predictions that came back"] = len(predicted)
-    seen["accuracy of predictions"] = float((predicted == labels).float().mean()) if is_whole else "not all are there"
+    seen["predictions in the script"] = len(predicted)
+    seen["accuracy of predictions"] = float((predicted == labels).float().mean()) if is_whole else "incomplete"
     if trainer.is_global_zero:
         output.write_text(json.dumps(seen))
 
 
 def run(strategy: str | None) -> dict[str, Any]:
-    """Observes in processes of their own.
+    """Runs ``observe`` in a new process, and returns the state that it has written.
 
     Raises:
-        RuntimeError: If they fail.
+        RuntimeError: If the process fails.
     """
     launcher = (
         [str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--gloo"] if strategy == "horovod_ext" else []
@@ -169,27 +169,27 @@ def run(strategy: str | None) -> dict[str, Any]:
         command = [*launcher, sys.executable, __file__, "--observe", str(output), "--strategy", strategy or ONE_DEVICE]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode != 0:
-            raise RuntimeError(f"{strategy or ONE_DEVICE} ended with exit code {ended.returncode}:\n{ended.stderr}")
+            raise RuntimeError(f"{strategy or ONE_DEVICE} exited with code {ended.returncode}:\n{ended.stderr}")
         return json.loads(output.read_text())  # type: ignore[no-any-return]
 
 
 def in_words(value: Any) -> str:
-    """A cell of the table."""
+    """Returns the text of a table cell."""
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
-    """Runs all, and prints the table."""
+    """Trains with each strategy, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="ddp_spawn_ext", help=f"one of {', '.join(STOCK)}")
-    parser.add_argument("--observe", type=Path, help=argparse.SUPPRESS)  # how the program calls itself
+    parser.add_argument("--observe", type=Path, help=argparse.SUPPRESS)  # set by `run`
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*(num_workers|DistributedSampler|LeafSpec|litlogger).*")
     if arguments.observe:
         observe(None if arguments.strategy == ONE_DEVICE else arguments.strategy, arguments.observe)
         return
     if arguments.strategy not in STOCK:
-        parser.error(f"--strategy {arguments.strategy} is none of {', '.join(STOCK)}")
+        parser.error(f"--strategy {arguments.strategy} is not one of {', '.join(STOCK)}")
     columns = {ONE_DEVICE: run(None)}
     stock = STOCK[arguments.strategy]
     if stock is not None:

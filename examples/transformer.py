@@ -1,9 +1,10 @@
-"""Trains a small transformer to write like the documentation strings of Python's standard library, byte by byte.
+"""Trains a small transformer to generate text like the docstrings of Python's standard library, byte by byte.
 
     python examples/transformer.py                     # two CPU processes, three epochs
-    python examples/transformer.py --plot bits.png     # and a picture of how it learns
+    python examples/transformer.py --plot bits.png     # also saves a plot of the bits per byte
 
-It prints how many bits per byte the text costs in each epoch, what simpler models need, and a sample of what it writes.
+It prints the bits per byte that the model needs for the text in each epoch, and the bits per byte of two simpler
+models. It also prints a sample of generated text.
 """
 
 import argparse
@@ -28,7 +29,7 @@ NUM_BYTES = 256
 
 
 def documentation() -> list[bytes]:
-    """The documentation strings of the standard library's modules, in the order of their names."""
+    """Returns the docstrings of the standard library's modules, in the order of the module names."""
     texts = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -39,12 +40,12 @@ def documentation() -> list[bytes]:
 
 
 class Documentation(pl.LightningDataModule):
-    """Windows of the documentation strings, of which every tenth is held out.
+    """Windows of text from docstrings. Every tenth docstring is held out.
 
     Args:
-        context: Bytes per window, without the one after it.
+        context: Number of bytes per window, without the last byte, which is only predicted.
         batch_size: Windows per process and step.
-        fraction: How much of the text to use.
+        fraction: Fraction of the text to use.
     """
 
     def __init__(self, context: int, batch_size: int, fraction: float = 1.0) -> None:
@@ -56,11 +57,11 @@ class Documentation(pl.LightningDataModule):
         self.trained = b"".join(text for index, text in enumerate(texts) if index % 10 != 0)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled windows."""
+        """Returns a loader of shuffled windows."""
         return DataLoader(self._windows(self.trained), self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Held-out windows."""
+        """Returns a loader of held-out windows."""
         return DataLoader(self._windows(self.held_out), self.batch_size)
 
     def _windows(self, text: bytes) -> TensorDataset:
@@ -69,13 +70,13 @@ class Documentation(pl.LightningDataModule):
 
 
 class Transformer(pl.LightningModule):
-    """Predicts each byte from those before it.
+    """Predicts each byte from the bytes before it.
 
     Args:
-        context: How many bytes it looks back.
-        width: Size of the vectors that stand for bytes.
-        num_layers: Layers of attention.
-        lr: The highest learning rate; it rises at first and then falls to zero.
+        context: Number of previous bytes that a prediction uses.
+        width: Size of the vectors that represent bytes.
+        num_layers: Number of encoder layers.
+        lr: Maximum learning rate; the learning rate first rises to it and then falls towards zero.
     """
 
     def __init__(self, context: int, width: int, num_layers: int, lr: float = 3e-3) -> None:
@@ -88,32 +89,32 @@ class Transformer(pl.LightningModule):
         )
         self.layers = nn.TransformerEncoder(layer, num_layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.to_logits = nn.Linear(width, NUM_BYTES)
-        # True where a byte must not look: at those that come later.
+        # True at the positions that a byte must not use: the later ones.
         self.register_buffer("mask", torch.ones(context, context, dtype=torch.bool).triu(1), persistent=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        """For each byte the logits of the next one."""
+        """Returns, for each byte, the logits of the next byte."""
         length = values.shape[1]
         vectors = self.bytes(values) + self.positions[:length]
         return self.to_logits(self.layers(vectors, self.mask[:length, :length], is_causal=True))  # type: ignore[no-any-return]
 
     def bits(self, windows: Tensor) -> Tensor:
-        """Bits per byte."""
+        """Returns the bits per byte of a batch of windows."""
         logits = self(windows[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()) / math.log(2)
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        """Bits per byte of one batch."""
+        """Returns the bits per byte of one batch, and logs them."""
         bits = self.bits(batch[0])
         self.log("bits", bits, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
         return bits
 
     def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
-        """Bits per byte of held-out text."""
+        """Logs the bits per byte of held-out text."""
         self.log("held_out_bits", self.bits(batch[0]), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[dict[str, object]]]:
-        """AdamW, whose learning rate rises and falls once."""
+        """Returns AdamW, and a schedule that raises and then lowers the learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), self.lr)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, num_steps, pct_start=0.1)
@@ -121,7 +122,7 @@ class Transformer(pl.LightningModule):
 
     @torch.inference_mode()
     def write(self, beginning: bytes, num_bytes: int, temperature: float = 0.7) -> str:
-        """Continues a text."""
+        """Returns a text that continues the given beginning."""
         self.eval()
         values = torch.tensor([list(beginning)])
         for _ in range(num_bytes):
@@ -132,7 +133,7 @@ class Transformer(pl.LightningModule):
 
 
 class History(Callback):
-    """Notes, for each epoch, the bits per byte and how many bytes per second all processes have trained on."""
+    """Records the bits per byte of each epoch, and the training bytes per second over all processes."""
 
     def __init__(self) -> None:
         self.bits: list[float] = []
@@ -148,7 +149,7 @@ class History(Callback):
     def on_train_batch_end(  # type: ignore[no-untyped-def]
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        """Counts."""
+        """Counts the bytes of the batch."""
         self._num_bytes += batch[0][:, 1:].numel() * trainer.world_size
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,19 +157,19 @@ class History(Callback):
         self.bytes_per_second.append(self._num_bytes / (time.perf_counter() - self._started))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Notes the epoch."""
+        """Records the metrics of the epoch."""
         self.bits.append(trainer.callback_metrics["bits_epoch"].item())
         self.held_out_bits.append(trainer.callback_metrics["held_out_bits"].item())
 
 
 def bits_by_frequency(text: bytes, known: bytes) -> float:
-    """Bits per byte of a text if each byte costs what its frequency in a known text says."""
+    """Returns the bits per byte of a text in a code that depends only on the byte frequencies of a known text."""
     counts = torch.bincount(torch.tensor(list(known)), minlength=NUM_BYTES) + 1.0
     return float(-(counts / counts.sum()).log2()[list(text)].mean())
 
 
 def plot(history: History, path: Path) -> None:
-    """Draws the bits per byte over the epochs."""
+    """Saves a plot of the bits per byte of each epoch."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,18 +185,18 @@ def plot(history: History, path: Path) -> None:
 
 
 def main() -> None:
-    """Trains, writes and reports."""
+    """Trains, generates text, and prints tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="ddp_ext", help="any name that Trainer(strategy=...) accepts")
     parser.add_argument("--devices", type=int, default=2, help="processes")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=16, help="windows per process and step")
-    parser.add_argument("--context", type=int, default=128, help="bytes that the model looks back")
-    parser.add_argument("--width", type=int, default=96, help="a multiple of 16")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--fraction", type=float, default=1.0, help="of the text")
-    parser.add_argument("--plot", type=Path, help="where a picture of the bits per byte goes")
+    parser.add_argument("--context", type=int, default=128, help="number of previous bytes that a prediction uses")
+    parser.add_argument("--width", type=int, default=96, help="size of the vectors, a multiple of 16")
+    parser.add_argument("--layers", type=int, default=2, help="number of encoder layers")
+    parser.add_argument("--fraction", type=float, default=1.0, help="fraction of the text to use")
+    parser.add_argument("--plot", type=Path, help="path of a plot of the bits per byte")
     arguments = parser.parse_args()
 
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
@@ -218,16 +219,16 @@ def main() -> None:
     trainer.fit(model, data)
 
     if trainer.is_global_zero:
-        table = Table("epoch", "bits per byte", "of held-out text", "bytes per second", title="Documentation strings")
+        table = Table("epoch", "bits per byte", "held-out bits per byte", "bytes per second", title="Docstrings")
         columns = history.bits, history.held_out_bits, history.bytes_per_second
         for epoch, (bits, held_out, speed) in enumerate(zip(*columns, strict=True), start=1):
             table.add_row(str(epoch), f"{bits:.3f}", f"{held_out:.3f}", f"{speed:,.0f}")
         table.add_section()
-        table.add_row("by the frequency of bytes", "", f"{bits_by_frequency(data.held_out, data.trained):.3f}", "")
-        table.add_row("by bzip2", "", f"{8 * len(bz2.compress(data.held_out)) / len(data.held_out):.3f}", "")
+        table.add_row("byte frequencies", "", f"{bits_by_frequency(data.held_out, data.trained):.3f}", "")
+        table.add_row("bzip2", "", f"{8 * len(bz2.compress(data.held_out)) / len(data.held_out):.3f}", "")
         console = Console()
         console.print(table)
-        console.rule("What it writes")
+        console.rule("Generated text")
         console.print(model.cpu().write(b"Return the ", 400), markup=False, highlight=False)
         console.rule()
         if arguments.plot is not None:

@@ -1,12 +1,12 @@
-"""Tells malignant from benign tumours with LightningCLI; the strategy is a line of the YAML file.
+"""Classifies tumors as malignant or benign with LightningCLI; a line of the YAML file selects the strategy.
 
     python examples/cli/main.py fit --config examples/cli/ddp_ext.yaml
     python examples/cli/main.py fit --config examples/cli/ddp_ext.yaml --config examples/cli/arguments.yaml
     python examples/cli/main.py fit --config examples/cli/ddp_ext.yaml --trainer.strategy ddp_spawn_ext
-    python examples/cli/main.py test --config examples/cli/ddp_ext.yaml --ckpt_path checkpoints/tumours.ckpt
+    python examples/cli/main.py test --config examples/cli/ddp_ext.yaml --ckpt_path checkpoints/tumors.ckpt
 
-The second adds a file in which the strategy is a class with arguments. The data are 569 rows of 30 measurements that
-come inside scikit-learn (the Breast Cancer Wisconsin diagnostic dataset).
+In the second command, another file selects the strategy as a class with arguments. The data are the 569 rows of 30
+measurements of scikit-learn's breast cancer dataset (the Breast Cancer Wisconsin diagnostic dataset).
 """
 
 import lightning.pytorch as pl
@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Tumours(pl.LightningDataModule):
-    """The measurements, each with mean 0 and variance 1 over the training set, and 0 for malignant or 1 for benign.
+class Tumors(pl.LightningDataModule):
+    """Measurements, normalized to mean 0 and variance 1 over the training set, and labels (0 malignant, 1 benign).
 
     Args:
         batch_size: Rows per process and step.
@@ -39,24 +39,24 @@ class Tumours(pl.LightningDataModule):
         self.held_out_set = TensorDataset(((held_out_rows - mean) / deviation).float(), held_out_labels)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled training rows."""
+        """Returns a loader of shuffled training rows."""
         return DataLoader(self.train_set, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Held-out rows."""
+        """Returns a loader of held-out rows."""
         return DataLoader(self.held_out_set, self.batch_size)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Held-out rows."""
+        """Returns a loader of held-out rows."""
         return self.val_dataloader()
 
 
 class Classifier(pl.LightningModule):
-    """Fully connected layers; the optimizer is LightningCLI's.
+    """A network of fully connected layers. LightningCLI configures the optimizer.
 
     Args:
         widths: Widths of the hidden layers.
-        dropout: Share of the hidden units that a training step leaves out.
+        dropout: Fraction of the hidden units that a training step sets to zero.
     """
 
     def __init__(self, widths: list[int], dropout: float = 0.0) -> None:
@@ -67,7 +67,7 @@ class Classifier(pl.LightningModule):
         self.net = nn.Sequential(*layers, nn.Linear(widths[-1], 2))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross entropy of one batch."""
+        """Returns the cross entropy of one batch, and logs it."""
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, prog_bar=True)
         return loss
@@ -85,10 +85,10 @@ class Classifier(pl.LightningModule):
 
 
 def main() -> None:
-    """Does what the command line says, and reports what it has measured."""
-    cli = LightningCLI(Classifier, Tumours)
-    if cli.subcommand == "fit" and cli.trainer.is_global_zero:  # of the others Lightning prints what was measured
-        table = Table("what", "value", title="Tumours")
+    """Runs the command line, and prints the metrics after ``fit``."""
+    cli = LightningCLI(Classifier, Tumors)
+    if cli.subcommand == "fit" and cli.trainer.is_global_zero:  # Lightning prints the metrics of the other subcommands
+        table = Table("what", "value", title="Tumors")
         table.add_row("strategy", type(cli.trainer.strategy).__name__)
         table.add_row("processes", str(cli.trainer.world_size))
         table.add_row("training steps", str(cli.trainer.global_step))

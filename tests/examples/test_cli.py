@@ -18,7 +18,7 @@ def test_the_strategy_by_its_name_and_the_checkpoint_that_it_leaves(tmp_path: Pa
     assert rows(output)["strategy"] == ["DDPStrategy"]
     assert rows(output)["processes"] == ["2"]
     assert number(output, "held_out_accuracy") > 0.93
-    checkpoint = tmp_path / "checkpoints/tumours.ckpt"
+    checkpoint = tmp_path / "checkpoints/tumors.ckpt"
     output = run_example("cli/main.py", "test", *BY_NAME, f"--ckpt_path={checkpoint}", directory=tmp_path)
     assert number(output, "test_accuracy") > 0.93
 

@@ -13,7 +13,7 @@ BEFORE, AFTER, REAL = range(3)
 
 def test_it_learns_to_draw_the_requested_digit(tmp_path: Path) -> None:
     output = run_example("gan.py", "--epochs", "15", "--plot", "drawn.png", directory=tmp_path)
-    read = [number(output, "read as what they should be", column) for column in (BEFORE, AFTER, REAL)]
+    read = [number(output, "classified as requested", column) for column in (BEFORE, AFTER, REAL)]
     assert read[BEFORE] < 0.3
     assert read[AFTER] > 0.6
     assert read[REAL] > 0.95

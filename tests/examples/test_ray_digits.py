@@ -59,7 +59,7 @@ def test_it_trains_and_leaves_nothing_behind(ending, directory):
         assert not list(Path(directory).glob("ray-*"))
         assert number(output, "workers") == 2
         assert number(output, "accuracy on 360 held-out images") > 0.8
-        right = number(output, "predicted rightly, in their order")
+        right = number(output, "correct predictions")
         assert right == pytest.approx(360 * number(output, "accuracy on 360 held-out images"), abs=0.5)
     else:
         assert code == -signal.SIGKILL

@@ -8,7 +8,7 @@ from tests.support.examples import assert_shows_something, number, rows, run_exa
 
 pytestmark = pytest.mark.processes
 
-DISTANCE = "mean squared distance, best of all"
+DISTANCE = "mean squared distance, best run"
 
 
 def test_two_workers_find_what_one_finds(tmp_path: Path) -> None:
@@ -17,6 +17,6 @@ def test_two_workers_find_what_one_finds(tmp_path: Path) -> None:
     one = run_example("spawn_without_trainer.py", *options, "--workers", "1", directory=tmp_path)
     assert [rows(output)["workers"] for output in (two, one)] == [["2"], ["1"]]
     assert number(two, DISTANCE) == pytest.approx(number(one, DISTANCE), rel=1e-4)
-    assert number(two, DISTANCE) < number(two, "mean squared distance, worst of all")
-    assert number(two, "purity of the best") > 0.7
+    assert number(two, DISTANCE) < number(two, "mean squared distance, worst run")
+    assert number(two, "purity of the best run") > 0.7
     assert_shows_something(tmp_path / "centers.png")
