@@ -4,18 +4,19 @@
     python -m benchmarks.step_time --against 6a9b84b --rounds 40 --rows plain
     python -m benchmarks.collectives --against main --part operations
 
-REV is checked out into a temporary git worktree. Each revision has a process of its own, or ranks of its own, with an
-environment of its own: a directory in front of ``sys.path`` that holds today's ``benchmarks`` and the revision's
-package, and a cache directory in which the revision's native library is built before the first measurement. So today's
-program measures both revisions; :mod:`benchmarks.names` gives it the names that each of them has.
+REV is checked out into a temporary git worktree. Each revision is measured in separate processes. Their ``sys.path``
+begins with a directory that contains the current ``benchmarks`` and the revision's package, and their cache directory
+contains the native library of the revision, which is built before the first measurement. The current program therefore
+measures both revisions; :mod:`benchmarks.names` maps its names to the names of each revision.
 
-The revisions take turns row by row, within seconds, and the order alternates. The ratio of a row is taken within a
-round, and the table shows its median over rounds with quartiles. Ranks are started again every few rounds, since one
-process can be slower than another for its whole lifetime. Only strategies of this package are measured, and a row that
-does not depend on the package (a control) where there is one: its ratio shows how quiet the machine is.
+The two revisions measure a row within seconds of each other, in an order that alternates. The ratio of a row is
+computed within a round, and the table shows its median over rounds with quartiles. Ranks are started again every few
+rounds, because one process can be slower than another for its whole lifetime. Only strategies of this package are
+measured. Some benchmarks add a control: a row that does not depend on the package, whose ratio shows the noise of the
+machine.
 
-Rows that one of the revisions lacks are left out and listed by name. The worktree is removed at the end, after errors,
-Ctrl-C, SIGTERM, and SIGHUP; after a SIGKILL, ``git worktree prune`` removes what git still lists.
+Rows that one of the revisions lacks are omitted and listed by name. The worktree is removed at the end, also after
+errors, Ctrl-C, SIGTERM, and SIGHUP. After a SIGKILL, ``git worktree prune`` removes its entry.
 """
 
 import argparse
@@ -40,11 +41,11 @@ from benchmarks.report import DEFAULT_OUTPUT, Spread, paired_ratio, print_table,
 from benchmarks.turns import Part
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Directory of results, which git ignores: a comparison of two revisions is no result of the package.
+#: Directory of results, which git ignores: comparisons of two revisions are not published.
 OUTPUT = DEFAULT_OUTPUT / "against"
 #: Directory of a revision's native build.
 CACHE = "cache"
-#: Rounds for which ranks are kept, in addition to a first one that is not counted.
+#: Number of rounds before ranks are started again, without their first round, which is not counted.
 ROUNDS_PER_START = 5
 #: Timeout for the start of the processes of a part, in seconds, which only a hang reaches.
 START_TIMEOUT_S = 300.0
@@ -75,7 +76,7 @@ class MeasuredProcess:
     Args:
         revision: The revision.
         part: The part.
-        chosen: Texts of which a row's name must contain one; empty for all rows.
+        chosen: Substrings that select rows by name; empty for all rows.
     """
 
     def __init__(self, revision: Revision, part: Part, chosen: Sequence[str]) -> None:
@@ -151,7 +152,7 @@ class MeasuredProcess:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
         end_tree(self.process)
-        with suppress(ProcessLookupError):  # ranks of a process that had exited before, in its session
+        with suppress(ProcessLookupError):  # after an exit of the process, its ranks may still run in its session
             os.killpg(self.process.pid, signal.SIGKILL)
         if self.connection is not None:
             self.connection.close()
@@ -162,7 +163,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--against`` and ``--rows`` to the command line of a benchmark."""
     parser.add_argument("--against", metavar="REV", type=to_commit, help="compare the working tree with this revision")
     parser.add_argument(
-        "--rows", metavar="TEXT", nargs="+", default=[], help="with --against: only rows that contain one of these"
+        "--rows",
+        metavar="TEXT",
+        nargs="+",
+        default=[],
+        help="with --against: only rows that contain one of these texts",
     )
 
 
@@ -186,7 +191,7 @@ def run_git(*arguments: str, check: bool = True) -> str:
     try:
         done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=check)
     except FileNotFoundError:
-        raise RuntimeError("`--against` needs git, and there is no such command.") from None
+        raise RuntimeError("`--against` requires git, which is not installed.") from None
     except subprocess.CalledProcessError as error:
         raise RuntimeError(f"`git {' '.join(arguments)}` failed: {error.stderr.strip()}") from None
     return done.stdout.strip()
@@ -197,7 +202,7 @@ def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) 
 
     Args:
         program: Name of the benchmark.
-        arguments: Its command line, with ``against`` and ``rows``, and ``output`` if the user has given one.
+        arguments: Parsed command line, with ``against``, ``rows``, and ``output`` (None for the default).
         parts: What to measure.
     """
     samples: dict[str, list[tuple[float, float]]] = {}
@@ -376,7 +381,7 @@ def present(
         table.append([row, *map(with_three_digits, figures), text, str(len(pairs))])
     if table:
         caption = (
-            "Ratios are taken within a round. A ratio above 1 means that today is slower, or takes more.\n"
+            "Ratios are computed within a round. A ratio above 1 means that today's revision is slower, or uses more.\n"
             f"today: {today.about}\n"
             f"{other.name}: {other.about}"
         )
@@ -385,7 +390,7 @@ def present(
     else:
         print(f"{program}: today and {other.name} ({other.about}) have no row in common.")
     for line in left_out:
-        print(f"left out: {line}")
+        print(f"omitted: {line}")
 
 
 def with_three_digits(spread: Spread) -> str:

@@ -5,7 +5,7 @@ A part of ``python -m benchmarks.collectives``: float32, sum, in place (``torch.
 
 Method: gloo, ``shm``, and the copy alternate in the same processes, round by round, in a changing order; a ratio is
 computed within a round. In a round, each contender runs a block of consecutive calls that all ranks start together: the
-number of calls that take about 20 ms, or one. Large messages have fewer rounds. The slower rank counts. The copy is
+number of calls that take about 20 ms, or one. Large messages have fewer rounds. The slowest rank counts. The copy is
 torch's ``copy_`` on one thread, from one tensor to another, while the other ranks copy too. Horovod is measured in
 separate ranks, with the settings of ``horovod_ext``, so there are no ratios with Horovod.
 
@@ -248,8 +248,8 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> Non
         "Ratios within a round: median over rounds [quartiles]",
         ["case", OVER_GLOO, OF_COPY],
         [[one["case"], *(Spread(**ratio).text() for ratio in one["ratios"].values())] for one in summaries],
-        caption=f"{OVER_GLOO}: of times, above 1 means that {SHM} is faster. {OF_COPY}: bus bandwidth of {SHM} over the"
-        " bandwidth of the copy.",
+        caption=f"{OVER_GLOO}: ratio of times; above 1 means that {SHM} is faster. {OF_COPY}: bus bandwidth of {SHM}"
+        " over the bandwidth of the copy.",
     )
     print_goals(goals)
 

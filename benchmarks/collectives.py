@@ -9,11 +9,11 @@
 All-reduces by size are measured by :mod:`benchmarks.all_reduce_sizes`, whose docstring describes the method. The
 following describes the strategy methods.
 
-There are two CPU ranks on this host: the stock strategy over gloo, ours over gloo and over our ``shm``. All contenders
-run in the same two processes. Per operation, they alternate, round by round. In a round, each contender runs a block of
-calls, and the ratio is computed within the round. The slower rank counts. Before a contender with another backend than
-the previous contender, the ranks leave their process group and join another. This, and the next ten calls, are not
-timed.
+There are two CPU ranks on this host. Contenders are the stock strategy over gloo, and ``ddp_ext`` over gloo and over
+``shm``. All contenders run in the same two processes. Per operation, they alternate, round by round. In a round, each
+contender runs a block of calls, and the ratio is computed within the round. The slower rank counts. Before a contender
+with another backend than the previous contender, the ranks leave their process group and join another. This, and the
+next ten calls, are not timed.
 
 Between two calls, each rank computes briefly (``--gap-us``, subtracted from the result), as programs do. With
 consecutive calls, gloo's threads would never sleep, and ranks would run in phase, so that a few microseconds of Python
@@ -183,7 +183,7 @@ def present(summaries: list[dict[str, Any]]) -> None:
         "microseconds per call, 2 CPU ranks: median [quartiles]",
         ["operation", *names, *ratios],
         rows,
-        caption="A ratio above 1 means that ours is faster.",
+        caption=f"A ratio above 1 means that {OURS} is faster.",
     )
 
 
@@ -192,10 +192,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--part", choices=("operations", "sizes", "all"), default="all", help="what to measure")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="of sizes: numbers of ranks")
-    parser.add_argument("--rounds", type=int, default=18, help="rounds per operation or size, of large ones fewer")
-    parser.add_argument("--calls", type=int, default=100, help="of operations: calls per round and contender")
-    parser.add_argument("--gap-us", type=float, default=100, help="of operations: computing between calls")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, for part sizes")
+    parser.add_argument("--rounds", type=int, default=18, help="rounds per operation or size; fewer for large messages")
+    parser.add_argument("--calls", type=int, default=100, help="calls per round and contender, for part operations")
+    parser.add_argument("--gap-us", type=float, default=100, help="computation between calls, for part operations")
     against.add_arguments(parser)
     arguments = parse(parser, "three rounds of 20 calls", rounds=3, calls=20)
     if arguments.rounds < 1 or arguments.calls < 1:

@@ -4,12 +4,13 @@
     python -m benchmarks.communication_monitor --hidden 32 --rounds 41
 
 The ranks, the net, and the method are those of :mod:`benchmarks.step_time`. Contenders: ``ddp_ext``, ``ddp_ext`` with a
-monitor, and ``ddp_ext`` with a callback that has the monitor's hooks and does nothing in them, which shows the time in
-which Lightning calls such a callback. Plots are not included, because the monitor draws them after the last step.
+monitor, and ``ddp_ext`` with a callback that has the monitor's hooks and does nothing in them. The last contender shows
+the cost of calling a callback. Plots are not included, because the monitor draws them after the last step.
 
-On a busy host, steps of two ranks vary by more than the difference to be measured. A second table therefore has one
-rank, which waits for no peer: the lower quartile of single steps, by the work of the monitor in them, and their mean,
-weighted by their frequencies. The thread that transfers windows to rank 0 is not included.
+On a busy host, the times of steps of two ranks vary by more than the difference to be measured. A second table
+therefore measures one rank, which waits for no peer. It has the lower quartile of single steps for each kind of work
+that the monitor does in a step, and the mean of the kinds, weighted by their frequencies. The thread that transfers
+windows to rank 0 is not included.
 """
 
 import argparse
@@ -191,7 +192,7 @@ def main() -> None:
     """Measures, prints the tables, writes the JSON file, and draws the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
-    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 give every order once")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 rounds contain every order once")
     parser.add_argument("--steps", type=int, default=200, help="timed batches per round, rounded up to whole windows")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     arguments = parser.parse_args()
@@ -206,7 +207,7 @@ def main() -> None:
     merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]
     summaries = [summarize(case, ms) for case, ms in zip(cases, merged, strict=True)]
     print_table(
-        "One rank: a step in us, what others take longer at the lower quartile, and their mean",
+        "One rank: us of an empty step, additional us of other steps (lower quartiles), and their mean",
         ["case", *list(steps[0])[:-1], "of a step"],
         [
             [case.label, *(f"{value:.1f}" for value in list(own.values())[:-1]), f"{own['share']:.2%}"]

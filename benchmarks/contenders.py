@@ -157,7 +157,7 @@ def make_net(case: Case) -> nn.Module:
 class Batches:
     """Random data of this rank, in memory, so that the measurement includes neither DataLoader workers nor samplers.
 
-    The class is no list, because the Trainer would treat a list as several data loaders.
+    The class is not a list, because the Trainer would treat a list as several data loaders.
     """
 
     def __init__(self, case: Case, length: Length) -> None:
@@ -258,7 +258,7 @@ def train_by_hand(
     """
     batches = Batches(case, length)
     has_gpu = device.type == "cuda"
-    # gradient_as_bucket_view as in ddp_ext: the hand-written loop should be a good one.
+    # gradient_as_bucket_view as in ddp_ext, so that the hand-written loop is a fair reference.
     model = DistributedDataParallel(
         make_net(case).to(device),
         device_ids=[device] if has_gpu else None,
@@ -365,8 +365,8 @@ def check_same_weights(case: Case, weights: dict[str, Tensor], reference: str) -
         if not torch.allclose(vector, weights[reference], rtol=1e-4, atol=1e-6):
             difference = (vector - weights[reference]).abs().max().item()
             raise RuntimeError(
-                f"{case.label}: {name} arrived at other weights than {reference} (largest difference"
-                f" {difference:.1e}): they did not do the same work."
+                f"{case.label}: the weights of {name} differ from those of {reference} (largest difference"
+                f" {difference:.1e}): the contenders did different work."
             )
 
 

@@ -12,17 +12,17 @@ replica and, with two GPUs, two replicas and a hand-written loop around ``torch.
 what this machine cannot measure below the tables.
 
 Method: the contenders alternate, one short training each per round, in an order that changes from round to round. A
-step is one batch. Its time includes all work of the loop between two batches; before the clock is read, the program
-waits for GPUs. Ratios are computed within a round. The program fails if the trained weights of the contenders differ.
-torch has its default number of threads. Each Python thread that computes has as many threads, so with two replicas,
-there are more threads than cores, and other processes on the host have a larger effect.
+step is one batch. Its time includes all work of the loop between two batches. On GPUs, the program synchronizes with
+the GPUs before it reads the clock. Ratios are computed within a round. The program fails if the trained weights of the
+contenders differ. torch has its default number of threads. Each Python thread that computes has as many threads, so
+with two replicas, there are more threads than cores, and other processes on the host have a larger effect.
 
 Interpretation: a ratio is the time of a contender over the time of the plain loop, so smaller is better. Two replicas
 on one CPU share the cores that the plain loop uses alone, and read the weights twice, so they can hardly be faster than
 the plain loop. The MLP at h=32 computes almost nothing, and shows the cost of replicating, splitting, and gathering. On
 GPUs, a step must compute for longer than this to benefit from the second GPU. With a metric and one replica, ``dp_ext``
 can be faster than the plain loop, because Lightning's ``self.log`` copies each value to the device that it is on, and
-ours does not.
+``dp_ext`` does not.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
-    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 8 give every order once")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 8 rounds contain every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round")
     arguments = parse(parser, "four rounds of 20 steps", rounds=4, steps=20)
     if arguments.rounds < 1 or arguments.steps < 1:

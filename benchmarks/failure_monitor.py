@@ -4,8 +4,9 @@
     python -m benchmarks.failure_monitor --hosts 2 64 1024 --seconds 20
     python -m benchmarks.failure_monitor --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
-A heartbeat happens four times per second, in a thread that holds the GIL meanwhile. Messages are measured at rank 0, in
-a separate process. The host leaders of all other hosts are in this process, and train nothing.
+A rank publishes a heartbeat four times per second, in a thread that holds the GIL meanwhile. The cost of messages is
+measured at rank 0, in a separate process. This process contains the host leaders of all other hosts, which do not
+train.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from benchmarks.turns import Part, Row
 
 #: Time limit for the connections of all hosts, in seconds.
 SETTLE_S = 5.0
-#: Names of the package that a heartbeat on one host needs, and that messages between hosts need.
+#: Names of the package that are needed for a heartbeat on one host, and for messages between hosts.
 _FOR_HEARTBEATS = (
     "ThreadActivity",
     "StatusTable",
@@ -67,7 +68,7 @@ class _Keys(dict[str, str]):
 
 
 def _attribute(value: object, *attributes: str) -> Any:
-    """Returns the first attribute that an object has, because revisions have different names."""
+    """Returns the first of the given attributes that exists, because their names differ between revisions."""
     return next(getattr(value, name) for name in attributes if hasattr(value, name))
 
 
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 64, 256])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=7, help="with --against; otherwise everything is measured once")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds with --against; otherwise one round")
     parser.add_argument("--output", type=Path, help=f"with --against, directory of the JSON: {against.OUTPUT}")
     against.add_arguments(parser)
     options = parser.parse_args()

@@ -3,24 +3,24 @@
     python -m benchmarks.horovod
     python -m benchmarks.horovod --hidden 32 --rounds 30
     python -m benchmarks.horovod --quick
-    python -m benchmarks.horovod --elastic             # commits, and the loss of a rank: see
-    benchmarks/horovod_elastic.py
+    python -m benchmarks.horovod --elastic    # commits, and the loss of a rank: see benchmarks/horovod_elastic.py
 
-Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory;
-once with ranks of `horovodrun`, over Horovod's gloo, and once with ranks of `mpirun`, over MPI. Per width two cases:
-plain, and four batches per optimizer step. `ddp` uses torch's gloo in both.
+Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory.
+All cases are measured with ranks of `horovodrun`, over Horovod's gloo, and with ranks of `mpirun`, over MPI. Per width
+two cases: plain, and four batches per optimizer step. `ddp` uses torch's gloo with both launchers.
 
-Method: the program measures in turns. A turn starts ranks twice: once for ours, with our settings of Horovod, and once
-for the others. These are `ddp`, before Horovod starts, because Horovod's thread would slow it, and the hand-written
-loop, with the default settings of Horovod. The order changes from turn to turn. Each contender trains once per round. A
-step is one batch, and its time includes all work of the loop between two batches. The slower rank counts. Ratios are
-computed between the rounds of one turn. The program fails if the trained weights of the contenders differ. Bytes are
-counted in a separate training, when ours passes gradients to Horovod.
+Method: the program measures in turns. A turn starts ranks twice. The first ranks measure `horovod_ext`, with its own
+settings of Horovod. The second ranks measure `ddp`, and then the hand-written loop with the default settings of
+Horovod. `ddp` is measured before Horovod starts, because Horovod's thread would slow it. The order of the two starts
+changes from turn to turn. Each contender trains once per round. A step is one batch, and its time includes all work of
+the loop between two batches. The slower rank counts. Ratios are computed between the rounds of one turn. The program
+fails if the trained weights of the contenders differ. The bytes that `horovod_ext` passes to Horovod are counted in a
+separate training.
 
 Interpretation: Horovod checks for work once per cycle, by default each millisecond, so a step waits for some cycles,
-even if it computes little. Over MPI, a waiting rank by default keeps its core busy, on which another rank could
-compute. Ours changes both settings over MPI; "raw, our settings" is the hand-written loop with these settings, in the
-ranks of ours.
+even if it computes little. Over MPI, a waiting rank polls by default, and keeps a core busy on which another rank could
+compute. `horovod_ext` changes both settings over MPI. "raw, our settings" is the hand-written loop with these settings,
+in the ranks of `horovod_ext`.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> Non
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
     factors = {name: [Spread(**summary["ratios"][name]) for summary in summaries] for name in ratios}
     print_table(
-        "ms per training step, 2 CPU ranks: median [quartiles]; what ours sends per step",
+        f"ms per training step, 2 CPU ranks: median [quartiles]; calls and kB that {OURS} sends per step",
         ["case", *names, "calls", "kB"],
         [
             [
@@ -146,7 +146,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> Non
         ],
     )
     print_table(
-        f"Time of {OURS} over that of the others: median over rounds [quartiles]",
+        f"Time of {OURS} over the time of the others: median over rounds [quartiles]",
         ["case", *ratios],
         [[label, *(factors[name][row].text() for name in ratios)] for row, label in enumerate(labels)],
         caption=f"A ratio below 1 means that {OURS} is faster.",
@@ -158,12 +158,12 @@ def parse_arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
-    parser.add_argument("--transports", nargs="+", choices=LAUNCHER_OF, default=list(LAUNCHER_OF), help="of Horovod")
+    parser.add_argument("--transports", nargs="+", choices=LAUNCHER_OF, default=list(LAUNCHER_OF), help="to measure")
     parser.add_argument("--turns", type=int, default=6, help="number of times that all ranks are started")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per case and turn")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
-    parser.add_argument("--elastic", action="store_true", help="the cost of elastic training instead")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions, with --elastic")
+    parser.add_argument("--elastic", action="store_true", help="measure the cost of elastic training instead")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="with --elastic: in millions")
     arguments = parse(parser, "one turn of two rounds of 20 steps", turns=1, rounds=2, steps=20, parameters=[1])
     if min(arguments.turns, arguments.rounds, arguments.steps) < 1:
         parser.error("--turns, --rounds and --steps must be positive")

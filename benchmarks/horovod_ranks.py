@@ -70,7 +70,7 @@ def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
             check=False,
         )
-        # The file with the result of a rank is read like the end of a pipe.
+        # The file with the results of a rank is read as the messages of a pipe are.
         per_rank = collect([Connection(os.open(file, os.O_RDONLY), writable=False) for file in results])
     if ended.returncode:
         raise RuntimeError(f"{launcher} exited with code {ended.returncode}, after its ranks had sent their results.")
@@ -113,10 +113,10 @@ def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[
 
 
 def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Measures ours, and the hand-written loop with our settings of Horovod. Runs on every rank.
+    """Measures `horovod_ext`, and the hand-written loop with its settings of Horovod. Runs on every rank.
 
     Returns:
-        Per case: ``ms`` (contender → one value per round), and what one step of ours passes to Horovod (``calls`` and
+        Per case: ``ms`` (contender → one value per round), and what one step passes to Horovod (``calls`` and
         ``num_bytes``).
     """
     silence_lightning()
@@ -167,7 +167,7 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
 
 
 def count_traffic(case: Case) -> dict[str, float]:
-    """Counts the calls of ours to Horovod for gradients, and their bytes, per batch."""
+    """Counts the calls of `horovod_ext` to Horovod for gradients, and their bytes, per batch."""
     import horovod.torch as hvd
 
     length = Length(warmup=case.accumulate, steps=case.accumulate)

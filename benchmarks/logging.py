@@ -6,10 +6,10 @@
 
 Two CPU ranks, one torch thread each, the MLP of :mod:`benchmarks.step_time` with h=32. A step logs 0, 1, 5, or 20
 values, with ``sync_dist=True`` and without. An epoch ends with 40 synchronized keys, or with a MetricCollection of ten
-metrics of torchmetrics; its time is that from the end of the last batch of a validation to the hooks at its end, in
-which the values of all ranks are available. The times of a round are those of its slowest rank, and ratios and
-differences are taken within a round. "Added by 20" is what 20 synchronized values take more than 20 that are not
-synchronized.
+metrics of torchmetrics. The end of an epoch takes from the end of the last validation batch to the hooks at the end of
+the validation, in which the values of all ranks are available. The slowest rank of a round counts, and ratios and
+differences are computed within a round. "Added by 20 synchronized" is the additional time of 20 values with
+``sync_dist=True`` over 20 values without.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def time_epoch_ends(strategy: str, content: str, length: Length) -> float:
 
 
 def rows() -> dict[str, Callable[[str, Length], float]]:
-    """Returns what is measured: label → function of the strategy and the length."""
+    """Returns the rows of the table: label → function of the strategy and the length."""
     steps = {
         step_label(number, is_synchronized): partial(_time_steps_of, number, is_synchronized)
         for number in NUMBERS
@@ -171,7 +171,7 @@ def _time_ends_of(content: str, strategy: str, length: Length) -> float:
 
 
 def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = True) -> dict[str, dict[str, Any]]:
-    """Runs on every rank: all rows of all contenders, round by round.
+    """Measures all rows of all contenders, round by round. Runs on every rank.
 
     Returns:
         Contender → row → milliseconds in each round.
@@ -192,13 +192,13 @@ def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = T
 
 
 def added(ms: dict[str, list[float]], number: int) -> list[float]:
-    """Returns what synchronization adds to a number of values, in each round."""
+    """Returns the additional time of synchronizing a number of values, in each round."""
     pairs = zip(ms[step_label(number, True)], ms[step_label(number, False)], strict=True)
     return [synchronized - local for synchronized, local in pairs]
 
 
 def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
-    """Merges what the ranks measured."""
+    """Merges the measurements of the ranks."""
     ms = {name: of_slowest_rank([rank[name] for rank in per_rank]) for name in per_rank[0]}
     stock = ms[STOCK]
     return {
@@ -279,11 +279,11 @@ def run_rank(task: str) -> None:
 
 
 def main() -> None:
-    """Measures, prints, and writes."""
+    """Measures, prints the tables, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per row")
     parser.add_argument("--steps", type=int, default=48, help="timed steps per training")
-    parser.add_argument("--hosts", action="store_true", help="between two hosts that are network namespaces")
+    parser.add_argument("--hosts", action="store_true", help="measure on two hosts, which are network namespaces")
     parser.add_argument("--rate", type=float, default=1000.0, help="megabits per second between these hosts")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parse(parser, "two rounds of 12 steps", rounds=2, steps=12)

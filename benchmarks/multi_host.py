@@ -5,8 +5,8 @@
     python -m benchmarks.multi_host --only ddp powersgd --steps 2000 --rates 0 --rounds 1     # learning curves
 
 Hosts are network namespaces, see :mod:`benchmarks.network_namespaces`: they share the cores of this machine, and the
-rate at which each sends is limited (0: no limit). A transformer of some ten million parameters is trained on the
-docstrings of Python's standard library. Contenders alternate in each round; times are those of the slowest rank.
+rate at which each host sends is limited (0: no limit). The model is a transformer with about ten million parameters,
+trained on the docstrings of Python's standard library. Contenders alternate in each round, and the slowest rank counts.
 """
 
 import argparse

@@ -96,7 +96,7 @@ def __getattr__(key: str) -> Any:
             value = resolve(location)
         except MissingNameError:
             continue
-        globals()[key] = value  # later lookups bypass this function, also inside a timed loop
+        globals()[key] = value  # later lookups bypass this function, as timed loops require
         return value
     raise MissingNameError(f"the package has no {' or '.join(NAMES[key])}")
 
@@ -138,7 +138,7 @@ def find_missing(keys: Iterable[str]) -> list[str]:
 
 
 def check_package() -> None:
-    """Checks that this process has imported the revision that it is to measure.
+    """Checks that this process has imported the revision to be measured.
 
     Raises:
         RuntimeError: If the package comes from another directory.
@@ -147,7 +147,7 @@ def check_package() -> None:
     found = Path(lightning_strategies_ext.__file__).resolve().parent
     if expected and found != Path(expected):
         raise RuntimeError(
-            f"This process imports {PACKAGE} from {found}, not from {expected}, which is to be measured. Check"
+            f"This process imports {PACKAGE} from {found} instead of {expected}, the revision to be measured. Check"
             " `sys.path` for an entry in front of PYTHONPATH."
         )
 

@@ -84,7 +84,7 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
     """
     missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        raise NoHostsError(f"no second host: it takes root and {', '.join(missing) or 'nothing else'} to make one here")
+        raise NoHostsError(f"a second host requires root{''.join(f', {tool}' for tool in missing)}")
     names, prefix = directory / "hosts", f"lse-{os.getpid()}-{next(_numbers)}"
     made = [kind(f"{prefix}-{index}", address_of(index), names) for index in range(number)]
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in made))
@@ -100,7 +100,9 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
                 host.set_cable("up")
                 run(*host.enter(), "true")
         except subprocess.CalledProcessError as error:
-            raise NoHostsError(f"no second host: `{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from error
+            raise NoHostsError(
+                f"cannot create a second host: `{' '.join(error.cmd)}` failed: {error.stderr.strip()}"
+            ) from error
         yield made
     finally:
         for host in made:

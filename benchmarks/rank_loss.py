@@ -73,11 +73,11 @@ def rows(names: list[str], millions: int, interval: int) -> dict[str, Row]:
 
 
 def summarize(samples: Samples) -> dict[str, dict[str, Spread]]:
-    """Returns the spreads of each contender by name, with figures that are derived from several figures of a round.
+    """Returns the spreads of each contender by name, including figures that are derived from others within a round.
 
     The derived figures are ``at_default_ms``, the time of a step at the default interval; ``over_plain`` and
     ``over_own``, its ratios to a plain step and to a step of the contender without commits; and ``restart_s``, for
-    stock, the time to its next step without the loading of the checkpoint.
+    stock, the time to its next step without the time of loading the checkpoint.
     """
     summary = {}
     for name, rounds in samples.items():
@@ -134,7 +134,7 @@ def show(summary: dict[str, dict[str, Spread]], about: str, caption: str) -> Non
             for name, found in summary.items()
             if name != PLAIN
         ],
-        f"Without the loading of its checkpoint, stock takes {summary[STOCK]['restart_s'].text()} s to its next step."
+        f"Without loading its checkpoint, stock would take {summary[STOCK]['restart_s'].text()} s to its next step."
         if STOCK in summary
         else "",
     )
@@ -167,9 +167,9 @@ def version_of_torchft() -> str:
 def main() -> None:
     """Measures, prints the tables, writes the JSON files, and draws the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions")
-    parser.add_argument("--rounds", type=int, help="7, and 3 with many parameters")
-    parser.add_argument("--interval", type=int, help="steps between commits: 100, and 4 with many parameters")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="millions of parameters")
+    parser.add_argument("--rounds", type=int, help="rounds: by default 7, 3 with many parameters")
+    parser.add_argument("--interval", type=int, help="steps between commits: by default 100, 4 with many parameters")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS[1:], default=CONTENDERS[1:])
     parser.add_argument(
         "--heartbeat-timeout-ms",

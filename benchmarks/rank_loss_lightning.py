@@ -33,7 +33,7 @@ class Layers(pl.LightningModule):
         self.notes: Notes | None = None
 
     def on_train_start(self) -> None:
-        """Starts the record; again after the ranks of an elastic strategy have changed."""
+        """Starts a record, also after the ranks of an elastic strategy have changed."""
         self.notes = Notes(self.job)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -105,7 +105,7 @@ def main() -> None:
     silence_lightning()
     strategy = make_strategy(job)
     is_stock = isinstance(strategy, TimedStock)
-    # One file that is overwritten: the cheapest setting of stock.
+    # One file, which is overwritten: the cheapest setting of stock.
     saving = ModelCheckpoint(job.directory, every_n_train_steps=job.interval, save_top_k=0, save_last=True)
     trainer = pl.Trainer(
         strategy=strategy,

@@ -15,7 +15,7 @@ def main() -> None:
     job = Job.of_this_process()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # gradient_as_bucket_view as in the strategies of this package: the hand-written loop should be a good one.
+    # gradient_as_bucket_view as in the strategies of this package, so that the loop is a fair reference.
     model = DistributedDataParallel(job.net(), gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     samples = Numbered(job.num_samples)

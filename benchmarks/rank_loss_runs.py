@@ -153,8 +153,8 @@ def figures(job: Job, steps: list[Step]) -> dict[str, float]:
         the last step before the kill; ``redone``, samples of discarded steps; ``twice`` and ``lost``, samples that the
         final training has more than once, and not at all; ``loading_s``, the time in which stock loads its checkpoint.
     """
-    # Until the kill, all ranks do the same steps, so the record of one suffices. The first commit with Adam's moments
-    # allocates memory, so the figures begin after it.
+    # Until the kill, all ranks do the same steps, so the record of one rank suffices. The first commit with Adam's
+    # moments allocates memory, so the figures start after it.
     ends = [step for step in steps if step.rank == 0 and not step.is_after and step.number <= job.kill_at]
     periods = [
         (before.number, after.at - before.at) for before, after in pairwise(ends) if before.number > job.interval

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rank_loss_torchft JOB GROUP
 
-A restarted group begins with the first samples of its shard, as in that example: torchft leaves the position in the
-data to its users.
+A restarted group begins with the first samples of its shard, as in that example: users of torchft restore the position
+in the data themselves.
 """
 
 import sys

@@ -55,7 +55,7 @@ class Job:
 
     @property
     def kill_at(self) -> int:
-        """Number of steps before the kill, in the middle between two commits, so that the loss of work is the mean."""
+        """Number of steps before the kill, in the middle between two commits, so that the lost work is the average."""
         return self.interval * 7 // 2
 
     @property
@@ -103,7 +103,7 @@ class Step:
 
     Attributes:
         at: End of the step, in seconds of the host's monotonic clock.
-        number: Number of steps that are done by then, as the rank counts them.
+        number: Number of completed steps, as counted by the rank.
         rank: The rank.
         world_size: Number of ranks.
         is_after: Whether the rank had been restarted, or had returned to a commit.
@@ -119,7 +119,7 @@ class Step:
 
 
 class Notes:
-    """Record of a rank, one line per step: a SIGKILL leaves whole lines. Kills the rank at its step.
+    """Record of a rank, with one line per step, so that a SIGKILL leaves whole lines. Kills the rank at its step.
 
     Args:
         job: The run.

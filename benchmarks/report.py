@@ -25,7 +25,7 @@ from rich.table import Table
 from lightning_strategies_ext import __version__
 
 DEFAULT_OUTPUT = Path("benchmarks", "results")
-#: Directory of the results of ``--quick``, which are no measurements; git ignores it.
+#: Directory of the results of ``--quick``, which are not valid measurements; git ignores it.
 QUICK_OUTPUT = DEFAULT_OUTPUT / "quick"
 #: Number of runnable processes on this host before the benchmark starts its own; they increase the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
@@ -90,7 +90,7 @@ def of_slowest_rank(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, lis
 
 
 def rotated(names: Sequence[str], round_index: int) -> list[str]:
-    """Returns the order of the contenders in a round: each is first equally often, and follows each other contender."""
+    """Returns the order of the contenders in a round: each is first, and follows each of the others, equally often."""
     start = round_index % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if (round_index // len(names)) % 2 else order

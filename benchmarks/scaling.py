@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     here.add_argument("--rate", type=float, default=1000, help="rate of a host, in megabits per second; 0 for no limit")
     here.add_argument("--rounds", type=int, default=3)
     here.add_argument("--width", type=int, default=1024, help="width of the layers of the model")
-    here.add_argument("--layers", type=int, default=6, help="of that width")
+    here.add_argument("--layers", type=int, default=6, help="number of layers of that width")
     here.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     here.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
     here.add_argument("--timeout", type=float, default=600, help="time limit of a case, in seconds")
@@ -101,15 +101,15 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[16, 64, 256, 1024, 4096],
-        help="numbers of ranks of the recommendations",
+        help="numbers of ranks for which an exchange is recommended",
     )
     parser.add_argument("--enough", type=float, default=0.9, help="efficiency that the recommendations require")
     arguments = parse(parser, "one round of a small model", rounds=1, width=256, layers=4)
     given = [arguments.latency_us, arguments.bandwidth_gbit, arguments.compute_ms, arguments.parameters]
     if any(one is not None for one in given) and None in given:
-        parser.error("--latency-us, --bandwidth-gbit, --compute-ms and --parameters belong together")
+        parser.error("--latency-us, --bandwidth-gbit, --compute-ms and --parameters must be given together")
     if arguments.ranks_per_host < 1 or any(number % arguments.ranks_per_host for number in arguments.ranks):
-        parser.error(f"--ranks must make whole hosts of {arguments.ranks_per_host} ranks")
+        parser.error(f"--ranks must be multiples of --ranks-per-host, {arguments.ranks_per_host}")
     return arguments
 
 
@@ -177,7 +177,7 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
         case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values() if not case.has_two_levels
     }
     inside = by_shape[1, 2].link()
-    # Without namespaces, links between hosts are taken to equal links between ranks of a host.
+    # Without namespaces, links between hosts are assumed to equal links between ranks of a host.
     between = by_shape[2, 1].link() if (2, 1) in by_shape else inside
 
     def training_of(case: Case) -> Training:

@@ -184,7 +184,7 @@ def reduce_messages(job: Job) -> dict[str, list[float]]:
 def compress(job: Job) -> dict[str, list[float]]:
     """Returns the seconds per step of compressing and restoring gradients, while all ranks do so.
 
-    As in a step, the gradients are in no cache of a core, because the whole model has been read meanwhile.
+    As in a step, the caches of the cores do not contain the gradients, because the whole model is read before.
     """
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     parameters = [parameter.detach() for parameter in Stack(job).parameters()]

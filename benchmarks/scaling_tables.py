@@ -150,7 +150,7 @@ def predictions(training: Training) -> list[dict[str, Any]]:
 
 
 def show_predictions(label: str, training: Training) -> None:
-    """Prints them."""
+    """Prints the predictions for one network."""
     for overlaps, words in ((True, "during the backward pass"), (False, "after it")):
         print_table(
             f"{label}: ms per step and efficiency by ranks, if gradients are exchanged {words}",
@@ -175,9 +175,9 @@ def choices(trainings: dict[str, Training], numbers: Sequence[int], enough: floa
 
 
 def show_choices(chosen: Choices, numbers: Sequence[int], enough: float) -> None:
-    """Prints them."""
+    """Prints the recommended exchanges."""
     print_table(
-        f"Exchange with the smallest effect that is {100 * enough:.0f} % efficient, else the fastest; its efficiency",
+        f"Exchange with the smallest effect that is {100 * enough:.0f} % efficient, else the fastest; efficiency",
         ["network", *(f"{number} ranks" for number in numbers)],
         [[label, *(f"{name} {reached:.2f}" for name, reached in row)] for label, row in chosen.items()],
     )

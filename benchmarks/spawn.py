@@ -25,8 +25,8 @@ are computed within a round. Every measurement checks that the result has arrive
 Peak extra memory is the memory of the main process only: its largest resident size while it receives results, sampled
 by another process, minus its size at the beginning (rank 0's end of ``fit``, or its last batch of ``predict``), over
 the size of the result. It does not include memory of workers, files, and memory that the main process has not mapped.
-The sampling interval is one millisecond, so the few milliseconds in which ours receives 10 MB may be missed. MB are
-2**20 bytes.
+The sampling interval is one millisecond, so the few milliseconds in which ``ddp_spawn_ext`` receives 10 MB may be
+missed. MB are 2**20 bytes.
 
 With ``--ray``, the program compares ``ddp_ray_ext`` with a ``TorchTrainer`` of Ray Train per stage, with Lightning's
 ``ddp`` over gloo as in Ray's documentation. It measures start and bring back, on one Ray cluster on this machine, to
@@ -165,7 +165,7 @@ def take_sample(case: Case, strategy: str, environment: Mapping[str, str]) -> tu
 def take_sample_again_if_it_fails(
     case: Case, strategy: str, environment: Mapping[str, str], times: int = 2
 ) -> tuple[dict[str, float], float | None]:
-    """Measures once, again after a failure. Sometimes torch aborts a worker of the stock strategy at its exit.
+    """Measures once, and again after a failure: torch sometimes aborts a worker of the stock strategy at its exit.
 
     Raises:
         RuntimeError: If the interpreter fails once more than ``times``.
@@ -312,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.ray and arguments.against:
         parser.error("--against does not measure workers on Ray. Omit --ray.")
     if arguments.ray and not spawn_ray.is_available():
-        parser.error("--ray needs Ray: pip install 'ray[train]'")
+        parser.error("--ray requires Ray: pip install 'ray[train]'")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments

@@ -1,4 +1,4 @@
-"""Time in which ``ddp_spawn_elastic_ext`` continues after a worker was killed.
+"""Time until ``ddp_spawn_elastic_ext`` continues after the kill of a worker.
 
     python -m benchmarks.spawn_elastic
     python -m benchmarks.spawn_elastic --parameters 1 100 --rounds 5
@@ -61,7 +61,7 @@ class Layers(pl.LightningModule):
             self.trainer.should_stop = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns Adam, with which the training state has three times the size of the parameters."""
+        """Returns Adam, so that the training state has three times the size of the parameters."""
         return torch.optim.Adam(self.parameters())
 
 
@@ -92,7 +92,7 @@ def measure(millions: int) -> tuple[float, float, float]:
 def main() -> None:
     """Measures, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[1], help="in millions")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1], help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     silence_lightning()
@@ -101,7 +101,7 @@ def main() -> None:
     for millions in arguments.parameters:
         samples = [measure(millions) for _ in range(arguments.rounds)]
         rows.append([f"{millions} M", *(Spread.of(column).text(3) for column in zip(*samples, strict=True))])
-    columns = ["parameters", "a step", "from the kill to the next step", "to the first with the new worker"]
+    columns = ["parameters", "a step", "from the kill to the next step", "to the first step with the new worker"]
     print_table("Seconds: median [quartiles]", columns, rows)
 
 

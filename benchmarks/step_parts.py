@@ -99,7 +99,7 @@ def main() -> None:
     """Measures, prints the table, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 give every order once")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 rounds contain every order once")
     parser.add_argument("--steps", type=int, default=100, help="timed batches per round")
     arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, logs_metric=True))]

@@ -10,12 +10,13 @@ Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples p
 Per width three cases: plain; one metric averaged over ranks per step (``self.log(..., sync_dist=True)``, in the
 hand-written loop one all-reduce); four batches per optimizer step (in the hand-written loop ``no_sync`` on the first
 three). Two more cases at the first width: with BatchNorm, whose buffers are broadcast, and with 500 small parameters.
-The stock strategy runs over gloo; ours and the hand-written loop are measured over gloo and over our ``shm``. "No
-exchange" is Lightning on one device in each rank: the cost of a step if the ranks exchange nothing. "Raw torch, one
-rank" is the hand-written loop with each rank in a separate process group of ``shm``.
+The stock strategy runs over gloo; ``ddp_ext`` and the hand-written loop are measured over gloo and over ``shm``. "No
+exchange" is Lightning on one device in each rank: the cost of a step without an exchange. "Raw torch, one rank" is the
+hand-written loop with each rank in a separate process group of ``shm``.
 
-With ``--accelerator gpu``, there are two ranks with a GPU each, over NCCL, and the program waits for the GPUs before it
-reads the clock. With one GPU there is one rank, which exchanges nothing and has no broadcast; the output reports this.
+With ``--accelerator gpu``, there are two ranks with a GPU each, over NCCL, and the program synchronizes with the GPUs
+before it reads the clock. With one GPU there is one rank, which exchanges nothing and has no broadcast; the output
+reports this.
 
 Method: the ranks start once. In them, the contenders alternate, one short training each per round, in an order that
 changes from round to round. Before a contender with another backend than the previous contender, the ranks leave their
@@ -153,7 +154,7 @@ def with_peak(train: Training, peak_mb: list[float], case: Case, length: Length)
         What the training returns.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # returns memory to the system that glibc has kept
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
     result = train(case, length)
@@ -220,9 +221,9 @@ def growth(summaries: list[dict[str, Any]]) -> str:
             megabytes.append((rss_mb[-1] - rss_mb[half]) / (len(rss_mb) - 1 - half or 1))
     threads = [summary["rounds_rank_0"]["threads"][-1] for summary in summaries]
     if not drifts:
-        return "Growth over rounds: needs at least two rounds."
+        return "Growth over rounds: requires at least two rounds."
     return (
-        f"Later over earlier rounds, {OURS}, median of the cases: {Spread.of(drifts).text()}. Rank 0:"
+        f"Time of later rounds over earlier rounds, {OURS}, median of the cases: {Spread.of(drifts).text()}. Rank 0:"
         f" {Spread.of(megabytes).median:+.2f} MB per round, {threads[0]} threads after the first case and"
         f" {threads[-1]} after the last."
     )
@@ -276,7 +277,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], ranks:
         caption="A ratio above 1 means that the second contender is faster.",
     )
     print_table(
-        "MB by which the memory of a rank grows in a training, at most: median over rounds",
+        "Largest growth of a rank's memory in a training, MB: median over rounds",
         ["case", *names],
         [
             [label, *(f"{summary['peak_mb'][name]:.1f}" for name in names)]
@@ -293,14 +294,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="accelerator of the ranks")
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 12 give every order once")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 12 rounds contain every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
     against.add_arguments(parser)
     arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     if arguments.accelerator == "gpu" and not torch.cuda.is_available():
-        parser.error("--accelerator gpu: there is no GPU, torch.cuda.is_available() is False")
+        parser.error("--accelerator gpu requires a GPU, but torch.cuda.is_available() is False")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments

@@ -4,8 +4,8 @@
 the rows of a :class:`Part`, connects to the comparing process and sends the rows that it has. Then it receives the name
 of a row, measures it once, sends the figures, and waits for the next name.
 
-Where the rows are measured on several ranks, rank 0 has the connection. The other ranks wait for the name in the
-store, without using their core, while the other revision has its turn.
+If several ranks measure the rows, rank 0 has the connection. The other ranks wait in the store for the name, without
+using their cores, while the other revision measures.
 """
 
 import json
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import names, rank_launcher
 
-#: Timeout of a rank for its next turn; a run of the other revision is in between.
+#: Timeout of a rank for its next turn. The other revision measures in the meantime.
 TURN_TIMEOUT = timedelta(hours=12)
 
 
@@ -68,7 +68,7 @@ def take_turns(part: Part, address: str, chosen: Sequence[str]) -> None:
     Args:
         part: The part to measure.
         address: Socket of the comparing process.
-        chosen: Texts of which a row's name must contain one; empty for all rows.
+        chosen: Substrings that select rows by name; empty for all rows.
     """
     module, _, function = part.rows.partition(":")
     rows: dict[str, Row] = getattr(import_module(module), function)(**part.arguments)
@@ -94,7 +94,7 @@ def take_turns(part: Part, address: str, chosen: Sequence[str]) -> None:
 def build() -> None:
     """Builds the native library of the revision, in the cache directory that the environment names."""
     if names.find_missing(["load_native_library"]):
-        return  # under a name that is not in the table; the library is then built at its first use
+        return  # a revision with another name builds the library at its first use
     try:
         names.load_native_library()
     except names.NativeLibraryError as error:

@@ -4,8 +4,8 @@
     python -m benchmarks.uneven_inputs --hidden 32 --rounds 21
 
 The ranks, the net, and the method are those of :mod:`benchmarks.step_time`. Contenders: stock ``ddp`` and ``ddp_ext``
-with a loader that has a length, with and without ``uneven_inputs="join"``; and the same with a stream of an unknown
-number of batches, so that ranks exchange in each step whether they have a batch.
+with a loader that has a length, with and without ``uneven_inputs="join"``. The same contenders are also measured with a
+stream of unknown length, for which ranks exchange in each step whether they have a batch.
 """
 
 import argparse

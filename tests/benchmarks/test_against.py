@@ -88,7 +88,7 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
     assert done.returncode == 0, done.stdout
     short = git(repository, "rev-parse", "--short", "HEAD~1").strip()
     assert (
-        f"left out: messages of 8 hosts to rank 0 ({short} has no failure.remote_status:RemoteStatus and 1 more names)"
+        f"omitted: messages of 8 hosts to rank 0 ({short} has no failure.remote_status:RemoteStatus and 1 more names)"
         in done.stdout
     )
     assert "heartbeat, 2 ranks on the host" in done.stdout
@@ -135,7 +135,7 @@ def test_an_unknown_revision_is_one_clear_error(checkout, capsys):
 def test_a_revision_is_measured_in_its_own_directory_or_not_at_all(monkeypatch, tmp_path):
     names.check_package()
     monkeypatch.setenv(names.PACKAGE_VARIABLE, str(tmp_path))
-    with pytest.raises(RuntimeError, match="which is to be measured"):
+    with pytest.raises(RuntimeError, match="the revision to be measured"):
         names.check_package()
 
 
