@@ -122,7 +122,7 @@ def examine() -> Iterator[StrategyCheck]:
 
 
 def group_variants(findings: list[StrategyCheck]) -> dict[StrategyCheck, bool]:
-    """Returns the findings without variants equal to their base strategy: finding → whether it has such variants."""
+    """Merges variants whose result equals that of their base strategy: finding → whether it stands for variants."""
     by_name = {finding.name: finding for finding in findings}
     has_variants: dict[StrategyCheck, bool] = {}
     for finding in findings:

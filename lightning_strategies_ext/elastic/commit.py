@@ -88,7 +88,7 @@ class Commit:
         shared: State that is the same on all ranks; None before the first commit.
     """
 
-    #: How to use less memory; text for users.
+    #: Advice on how to use less memory, for messages.
     remedy = "Start fewer ranks per host (`devices=...`)"
     #: Whether tensors may be in pinned memory, to which copies from a GPU are faster.
     _can_be_pinned = True
@@ -96,11 +96,11 @@ class Commit:
     def __init__(self, num_allocating_ranks: int) -> None:
         self.shared: SharedState | None = None
         self._num_allocating_ranks = num_allocating_ranks
-        self._free = free_memory()  # in bytes, before the ranks of this host allocate commits
+        self._free = free_memory()  # free bytes before the ranks of this host allocate commits
         self._may_pin = False
         self._tensors: list[Tensor] = []
         self._local_state: Any = None
-        self._random: Any = None  # also local; restored again before the first step
+        self._random: Any = None  # part of the local state; restored again before the first step
 
     @property
     def batches(self) -> int:

@@ -19,7 +19,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_strategies_ext._lightning import trainer_logging, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
-#: Operation for each of torchmetrics' reductions. Totals omit states with another one: lists, means, custom functions.
+#: Operation for each of torchmetrics' reductions. Totals omit states with other reductions: lists, means, functions.
 _OPERATIONS: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
 
 
@@ -46,7 +46,7 @@ class EpochTotals:
 
     Attributes:
         parts: Totals, on the CPU.
-        position: Lightning's state of ``self.log`` besides the values, such as the index of the batch.
+        position: Lightning's state of ``self.log`` without the values, such as the index of the batch.
     """
 
     parts: list[MetricPart]

@@ -81,9 +81,9 @@ class TorchrunJob:
                         continue
                 break
             else:
-                if ancestors:  # all have the variable, so no agent has set it for this process
+                if ancestors:  # all ancestors have the variable, so no agent has set it for this process
                     return None
-        # 0: the parent is outside of the container, so that its exit cannot be detected.
+        # 0 means that the parent is outside the container; its exit cannot be detected.
         return cls(run_id, agent_pid, start_time(agent_pid)) if agent_pid else None
 
     @property

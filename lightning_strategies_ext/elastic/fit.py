@@ -1,4 +1,4 @@
-"""A ``fit`` whose ranks may change.
+"""Runs a ``fit`` whose ranks may change.
 
 Lightning's training loop runs in one *world* after another, in the same process::
 
@@ -132,7 +132,7 @@ class ElasticFit:
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = find_policy(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._fit_number = fit_number
-        self._first_world_size = len(membership.members)  # number of ranks when `fit` began; the commit has it, too
+        self._first_world_size = len(membership.members)  # number of ranks when `fit` began; also in the commit
         self._commit = commit
         self._loaders = ShardedLoaders(trainer)
         self._listener = membership.listen()
@@ -177,7 +177,7 @@ class ElasticFit:
             try:
                 self._enter()
                 train()
-                # Until all ranks are here, one may fail, and the next world then needs this rank.
+                # Another rank may fail before all ranks arrive here, and the next world then needs this rank.
                 self._strategy.barrier("end of elastic training")
                 self._commit.capture_final(self._trainer, self._first_world_size, self._strategy.collectives)
             except _WorldChange:
@@ -238,7 +238,7 @@ class ElasticFit:
 
     def _restore_newest_commit(self) -> None:
         members = self._membership.members
-        newest = max(members, key=lambda member: member.committed_batches)  # if several have it, the lowest rank
+        newest = max(members, key=lambda member: member.committed_batches)  # the lowest rank, if several ranks have it
         if newest.committed_batches < 0:
             raise RuntimeError(
                 "A rank was lost before the first training step, so there is no commit to restore. Restart the job."
@@ -292,7 +292,7 @@ class ElasticFit:
     def _try_to_restore(self, all_ranks_have_local_state: bool) -> Exception | None:
         """Restores the commit; returns how a rank that has not restored any commit differs from it, or None."""
         self._loaders.reset()
-        # Lightning calls `on_train_start` hooks again, which must find what they found at the beginning of `fit`.
+        # Lightning calls `on_train_start` hooks again; they must find the attributes from the beginning of `fit`.
         assert self._settings_before_training is not None
         trainer_stages.apply_settings(self._trainer, self._settings_before_training)
         self._trainer.lr_scheduler_configs[:] = self._schedulers_before_training

@@ -185,10 +185,10 @@ class MemfdCommit(Commit):
         super().__init__(num_local_ranks)
         self._fd_store = fd_store
         self._prefix = f"fit{fit_number}/"
-        self._name = str(local_rank)  # of the commit in the store, after the prefix
+        self._name = str(local_rank)  # name of the commit in the store, after the prefix
         self._rank, self._world_size = rank, world_size
         self._memory: CommitMemory | None = None
-        self._placeholders: list[TensorPlaceholder] | None = None  # of the tensors in `_memory`
+        self._placeholders: list[TensorPlaceholder] | None = None  # placeholders of the tensors in `_memory`
         self._views: list[Tensor] = []  # the tensors in `_memory`
         self.steps_done = -1
         self._load()

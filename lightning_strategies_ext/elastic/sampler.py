@@ -180,7 +180,7 @@ def shard_loader(
         ValueError: If the DataLoader's samples cannot be sharded.
     """
     original, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
-    if isinstance(original, ElasticBatchSampler):  # of an earlier world
+    if isinstance(original, ElasticBatchSampler):  # the batch sampler of an earlier world
         original = original.original
     if type(original) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         raise ValueError(
@@ -206,7 +206,7 @@ class ShardedLoaders:
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer
-        self._num_sharded = 0  # since the last restore
+        self._num_sharded = 0  # number of loaders sharded since the last restore
         self._partial_epoch: int | None = None  # epoch of which the DataLoaders have only the remaining samples
 
     def reset(self) -> None:

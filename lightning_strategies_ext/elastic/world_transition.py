@@ -1,4 +1,4 @@
-"""The transition from one world to the next: a process gets its new rank and joins the other ranks, or leaves the job.
+"""Transition from one world to the next: a process gets its new rank and joins the other ranks, or leaves the job.
 
 The new ranks are assigned by the membership service: ``horovodrun``'s elastic driver, or the main process that has
 started the workers. A rank that waits for it longer than :data:`SAVE_AFTER_S` saves its commit as a checkpoint, because
@@ -113,7 +113,7 @@ class WorldTransition:
         self._commit = commit
         self._leave_request = leave_request
         self._fit_number = fit_number
-        self._checkpoint: Path | None = None  # of the commit, if this rank has saved it
+        self._checkpoint: Path | None = None  # checkpoint of the commit, if this rank has saved it
 
     def join_next_world(self) -> None:
         """Waits until all ranks of the next world have joined it.
@@ -142,7 +142,7 @@ class WorldTransition:
         self._checkpoint = None
 
     def leave_job(self) -> NoReturn:
-        """Ends this rank, while the other ranks continue, by the exception of the leave request."""
+        """Ends this rank with the exception of the leave request, while the other ranks continue."""
         self._strategy.detach()
         if isinstance(self._leave_request.error, SIGTERMException):
             log.warning("This rank leaves the world after a SIGTERM.")

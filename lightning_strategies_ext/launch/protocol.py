@@ -345,7 +345,7 @@ class EndOfResults:
 
 @dataclass
 class ReadyToJoin:
-    """Request for a :class:`RankAssignment`; the reason is why the worker has left its world without an agreement."""
+    """Request for a :class:`RankAssignment`, with the reason if the worker left its world without an agreement."""
 
     reason: str | None = None
 

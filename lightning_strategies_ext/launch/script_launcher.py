@@ -1,9 +1,9 @@
-"""Script processes, which run the user's script again for each further device of this host, and their launchers.
+"""Launchers of script processes, which run the user's script again for each further device of this host.
 
 Until the ranks have connected, only this process can detect that a rank exits, for example because of an error in the
-script; it would wait for the rank until the timeout. Later, the failure monitor of each rank detects that
-(:mod:`lightning_strategies_ext.failure.failure_monitor`). Lightning's observer of script processes kills all ranks at
-once, also ranks that are saving a checkpoint or writing a report.
+script. Otherwise it would wait for the rank until the timeout. Later, the failure monitor of each rank detects exits
+(:mod:`lightning_strategies_ext.failure.failure_monitor`). Lightning's observer of script processes is not used: it
+kills all ranks at once, including ranks that are saving a checkpoint or writing a report.
 """
 
 import atexit
@@ -83,7 +83,7 @@ def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -
 
 
 def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """Returns the user's choice; without it, in a process that a rank has started, an environment that starts ranks."""
+    """Returns the user's environment. By default, a process that a rank has started gets one that starts new ranks."""
     if environment is None and rank_variables.drop_inherited():
         return LightningEnvironment()
     return environment
@@ -158,7 +158,7 @@ def get_exit_code(pid: int) -> int | None:
 
 
 def _wait_for_all() -> None:
-    """Waits at the exit of this process, which the user has started, for the other ranks; briefly if one has failed."""
+    """Waits for the other ranks when the process that the user has started exits; only briefly if a rank has failed."""
     warn_at, deadline = time.monotonic() + _WARN_AFTER_S, inf
     monitor = current_monitor()
     while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
@@ -166,7 +166,7 @@ def _wait_for_all() -> None:
             monitor.announce_script_end()
         if known_failure() is not None:
             if monitor is not None:
-                monitor.finish_stage()  # under Fabric, the last stage ends here: no rank needs this one any more
+                monitor.finish_stage()  # under Fabric, the last stage ends here: no rank waits for this rank any more
             deadline = min(deadline, time.monotonic() + GRACE_S + KILL_MARGIN_S)
         elif time.monotonic() > warn_at:
             running = [rank for rank, process in enumerate(_started, 1) if process.poll() is None]

@@ -70,7 +70,7 @@ class StrategyWithWorkers(StrategyWithRanks, Protocol):
 
     @property
     def process_group_settings(self) -> tuple[Any, ...]:
-        """Settings by which two strategies are equal if their ranks would have the same process group."""
+        """Settings that determine the process group of the ranks; strategies with equal settings can share workers."""
 
 
 class LaunchableStrategy(StrategyWithRanks, Protocol):
@@ -99,7 +99,7 @@ class StageStrategy(LaunchableStrategy, StrategyWithWorkers, Protocol):
 
     @property
     def restart_policy(self) -> RestartPolicy | None:
-        """What may happen to the workers of ``fit`` before it fails; None if all workers have to finish it."""
+        """Limits for exits of workers during ``fit``; None if ``fit`` fails when any worker exits."""
 
     def wrap_stage(self, trainer: Any) -> AbstractContextManager[None]:
         """Returns the context in which the main process runs a stage."""
@@ -151,7 +151,7 @@ class InWorkerStrategy(LaunchableStrategy, Protocol):
 
 
 class JoinRequestListener(MembershipListener):
-    """Detects that a worker waits to join: a message has arrived, which is read after this rank has left its world."""
+    """Detects that a worker waits to join: its message has arrived. It is read after this rank has left its world."""
 
     def __init__(self, channel: TaskChannel) -> None:
         self._poll = select.poll()

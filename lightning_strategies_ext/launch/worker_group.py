@@ -179,7 +179,7 @@ class WorkerGroup:
         return value
 
     def restore_rng(self, outcome: TaskOutcome) -> None:
-        """Sets the random state of this process to that of rank 0; the next task continues with each rank's own."""
+        """Sets the random state of this process to that of rank 0. The next task continues with each rank's state."""
         outcome.rng[0].apply()
         self._rng = [] if self._must_close else outcome.rng
 

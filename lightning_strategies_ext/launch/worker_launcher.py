@@ -1,6 +1,6 @@
 """Launchers of workers, for the Trainer and for Fabric.
 
-Before they start processes, the launchers reject what cannot work, so that the user sees one error and no process has
+Launchers check arguments and settings before they start processes, so that the user sees one error, and no process has
 to be cleaned up.
 """
 
@@ -185,7 +185,7 @@ def _without_optimizers(strategy: LaunchableStrategy) -> Generator[None, None, N
 
 @contextmanager
 def _deferred_interrupt(outcome: TaskOutcome) -> Generator[threading.Event, None, None]:
-    """Records a Ctrl-C instead of raising. A second one raises at once, as does one after an interrupted stage.
+    """Records a Ctrl-C instead of raising. A second one raises, and so does the first one after an interrupted stage.
 
     A handler of the user stays in place.
     """

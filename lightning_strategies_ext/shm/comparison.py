@@ -1,8 +1,9 @@
-"""Comparison of the operations of ranks: the error when ranks have paired different operations.
+"""Comparison of the operations of ranks, and the error if ranks have paired different operations.
 
-Each rank finds such a mismatch by itself, before it uses the data of the others: with every message of a round, or in
-the native library. It then reads its own stack, sends the others a text with its operation and the user's call, and
-waits for their texts, so that the error of every rank names both calls. Until a mismatch, no stack is read.
+Each rank detects a mismatch by itself before it uses the data of the other ranks: rounds compare the operations with
+every message, and the native library does so, too. After a mismatch, a rank reads its own stack, sends the other ranks
+a text with its operation and the user's call, and waits for their texts. The error of every rank therefore names both
+calls. Without a mismatch, no stack is read.
 """
 
 import time
@@ -53,7 +54,7 @@ class Comparison:
 
     Args:
         rank: Index of this rank among the ranks of the host, its local rank.
-        own: This rank.
+        own: Information about this rank.
         peers: Other ranks of the host, by their index.
         links: Links to the peers.
     """
@@ -105,7 +106,7 @@ class Comparison:
         deadline = time.monotonic() + _TEXT_TIMEOUT_S
         try:
             while True:
-                if not self._links.receive(peer, into):  # earlier messages are of operations that have failed
+                if not self._links.receive(peer, into):  # earlier messages belong to operations that have failed
                     self._links.wait([peer], deadline)
         except MismatchFoundError as found:
             return str(found)

@@ -14,7 +14,7 @@ from typing import Final
 SOURCE: Final = Path(__file__).with_name("all_reduce.c")
 #: Sources of the native library.
 SOURCES: Final = (SOURCE, SOURCE.with_name("at_fork.c"))
-# No contraction of operations, and integers that wrap around: results must be bitwise equal to those of torch.
+# Results must be bitwise equal to those of torch: no contraction of operations, and integers wrap around.
 FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-fwrapv", "-ffp-contract=off")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0

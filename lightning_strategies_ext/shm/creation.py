@@ -28,7 +28,7 @@ from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, create, mapped, resolve_num_bytes
 
-#: Messages that have been printed, which are not repeated for each group.
+#: Messages that were printed already; they are not repeated for further groups.
 _printed_notices: set[str] = set()
 
 

@@ -28,21 +28,21 @@ from lightning_strategies_ext.shm.work import ShmWork
 #: with busy cores, that thread waits for a core at each piece of a large tensor: without this wait, a step with 4 MB of
 #: gradients took up to three times as long.
 MAX_CALLER_BLOCK_S: Final = 1e-3
-#: C++ code that stores a handle stores only its C++ part; without the Python part a wait never returns. DDP's `join`
-#: does so for a single float. The last handles of tensors up to this size, in bytes, are therefore kept alive.
+#: C++ code that stores a handle stores only its C++ part. If the Python part is freed, a wait never returns. DDP's
+#: `join` stores a handle for a single float. The last handles of tensors up to this size, in bytes, are kept alive.
 _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
 #: Seconds after a deadline in which the executing thread can raise its error, which names the awaited ranks, before a
 #: thread that waits for it raises a less specific error.
 _ERROR_MARGIN_S: Final = 0.5
 #: torch before 2.7 drops the Python part of every handle that C++ code requests. Such handles are kept alive until a
-#: thread waits for them; if a caller never waits, only this many.
+#: thread waits for them, up to a maximum number, because a caller may never wait.
 _LOSES_HANDLES: Final = torch.__version__ < "2.7"
 _MAX_UNWAITED: Final = 1024
 
 
-#: A yield that takes longer, in seconds, has given the core to another process for a time slice. If every poll did so,
-#: an operation would take as long as the slices of all busy processes; so there are no yields for a while.
+#: If a yield takes longer, in seconds, another process has used the core for a time slice. If every poll yielded, an
+#: operation would take as long as the slices of all busy processes. Polls therefore do not yield for some time.
 _LONG_YIELD_S: Final = 1e-3
 _NO_YIELD_S: Final = 0.1
 
@@ -117,7 +117,7 @@ class OperationExecutor:
                         return self._keep_handle(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
                     progress = native.resume(call)
                     work = ShmWork("all_reduce", progress, native, [tensor], deadline_of(opts, timeout), self)
-                    # The operation has begun, so it precedes operations that other threads have queued meanwhile.
+                    # The operation has begun, so it precedes operations that other threads have queued in the meantime.
                     self._queue.appendleft(work)
             except BaseException as caught:  # including Ctrl-C of the user
                 self._break(f"all_reduce: {str(caught) or type(caught).__name__}")
@@ -166,7 +166,7 @@ class OperationExecutor:
                     self._is_running.release()
                 else:
                     self._advance_first(until)
-            elif work.deadline <= until:  # another thread executes it, with a later deadline
+            elif work.deadline <= until:  # another thread executes the operation, with a later deadline
                 self._break(f"{work.name}: it did not complete within its timeout")
         return True
 

@@ -30,8 +30,8 @@ HEADER: Final = struct.Struct("<BxHIQQ8x")
 #: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
-#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, a message that
-#: only wakes a rank, whose data is in shared memory, and the text of a rank that has found a mismatch.
+#: Kinds of messages: data of a round; the last message of a rank that leaves, normally or after an error; a message
+#: that only wakes a rank, because the data is in shared memory; and the text of a rank that has found a mismatch.
 ROUND, LEFT, BROKEN, WAKE, MISMATCH = range(5)
 #: Maximum number of bytes of a text in a message.
 _TEXT_NUM_BYTES: Final = 4000
@@ -84,7 +84,7 @@ class Links:
     def __init__(self, sockets: dict[LocalPeer, socket.socket]) -> None:
         self._sockets = sockets
         self._by_fd = {link.fileno(): peer for peer, link in sockets.items()}
-        # Messages that were received while this rank waited for something else, and peers whose sockets have no more.
+        # Messages that were received during another wait, and peers whose sockets have no further messages.
         self._unread: dict[LocalPeer, deque[bytes]] = {peer: deque() for peer in sockets}
         self._closed: set[LocalPeer] = set()
         _open.add(self)
@@ -196,7 +196,7 @@ class Links:
                 link.sendmsg([_HEADERS[MISMATCH], text.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
 
     def shut_down(self, kind: int, reason: str = "") -> None:
-        """Leaves the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
+        """Disconnects from the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
                 link.sendmsg([_HEADERS[kind], reason.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)

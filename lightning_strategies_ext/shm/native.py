@@ -1,7 +1,8 @@
 """All-reduces of the ranks of one host by the native library; ``all_reduce.c`` describes the algorithm.
 
-Rounds support the same operations, and all others, but take about 50 microseconds where the library takes one. The
-library uses sockets only for long waits: a rank sleeps on them, is woken through them, and detects the exit of a peer.
+Rounds support all operations, but an operation takes about 50 microseconds with rounds, and one microsecond with the
+library. The library uses sockets only for long waits: a rank sleeps on them, is woken through them, and detects the
+exit of a peer.
 """
 
 import ctypes

@@ -24,7 +24,7 @@ class CollectiveKind(IntEnum):
 
 #: Kinds whose number includes a root.
 _ROOTED: Final = (CollectiveKind.REDUCE, CollectiveKind.BROADCAST, CollectiveKind.GATHER, CollectiveKind.SCATTER)
-#: In orders that are equal on all ranks, because all ranks have the same torch. Number 0 means none.
+#: The orders are equal on all ranks, because all ranks have the same version of torch. Number 0 means none.
 _DTYPES: Final = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _OPS: Final = sorted(ReduceOp.RedOpType.__members__)

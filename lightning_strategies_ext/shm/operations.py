@@ -64,7 +64,7 @@ class OperationStarter:
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._backend.timeout)
         call = operation_id(kind, flats, getattr(op, "op", op), root)
-        # Barriers may differ, for example where rank 0 goes first.
+        # Barriers may have different identities, for example if rank 0 runs code before the other ranks.
         identity = 0 if kind == CollectiveKind.BARRIER else current.identity
         progress = self._rounds.run(call, steps, lookahead, deadline, identity)
         changed = outputs if written is None else written
@@ -82,7 +82,7 @@ class OperationStarter:
         opts: Any,
         outputs: Sequence[Tensor] | None = None,
     ) -> ShmWork:
-        """Starts an operation whose steps exist.
+        """Starts an operation that the given generator executes.
 
         Args:
             name: Name of the operation, for messages.

@@ -1,9 +1,9 @@
 """The ``shm`` process group: torch.distributed's collectives for CPU tensors of the ranks of one host.
 
 A gloo group executes the other operations: point-to-point, all-to-all, sparse tensors, ``allgather_coalesced``, and
-future ones of torch. Tensors without memory, which need torch's dispatcher, go to gloo, too: it rejects a DTensor, and
-tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each host, and gloo between the
-first ranks of the hosts. All other collectives over several hosts use gloo only.
+future operations of torch. Tensors without memory, which need torch's dispatcher, are passed to gloo, too: gloo rejects
+a DTensor, and tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each host, and
+gloo between the first ranks of the hosts. All other collectives over several hosts use gloo only.
 """
 # torch's stubs describe calls of a C++ class; torch.distributed calls a Python class only with these signatures.
 # mypy: disable-error-code="override,assignment,call-arg"
@@ -64,8 +64,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         leaders: Any,
     ) -> None:
         super().__init__(rank, size)
-        # Methods that are not overridden go to the backend of the tensors' device. From this group, torch's path to the
-        # backend deadlocks on the GIL occasionally; from a group without a Python class it does not.
+        # torch passes methods that are not overridden to the backend of the tensors' device. For a group with a Python
+        # class, such as this one, this occasionally deadlocks on the GIL; for other groups it does not.
         self.gloo = dist.ProcessGroup(rank, size)
         for group in (self, self.gloo):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -1,9 +1,9 @@
 """Rendezvous: the ranks of one host find each other, and exchange sockets and descriptors of segments.
 
 Each rank listens on a Unix socket without a name in any file system, publishes its address in the group's store, and
-connects to all lower ranks. Any user of the host can find such a socket, or take its address after it is closed. So
-each end checks with the kernel that the other process belongs to the same user, and the connecting rank must send a
-token from the store. A process that connects and sends nothing delays no rank.
+connects to all lower ranks. Any user of the host can find such a socket, or bind its address after it is closed. Both
+ends therefore check with the kernel that the other process belongs to the same user, and the connecting rank must send
+a token from the store. A process that connects and sends nothing delays no rank.
 """
 
 import json
@@ -24,7 +24,7 @@ from lightning_strategies_ext.shm.links import Links, LocalPeer, PeerLostError, 
 
 _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
-#: A listener whose queue is full of unknown connections accepts no others. Seconds until the next attempt to connect.
+#: Seconds until the next attempt to connect, if the queue of the listener is full of unknown connections.
 _RETRY_INTERVAL_S: Final = 0.01
 #: Maximum number of connections that are accepted before this rank serves others and checks the deadline.
 _MAX_ACCEPTED: Final = 128
@@ -167,7 +167,7 @@ class _PeerConnections:
             os.close(fd)
 
     def drop_unauthenticated(self) -> None:
-        """Closes connections that have not sent the token, and are from no peer."""
+        """Closes connections that have not sent the token and therefore belong to no peer."""
         for link in self._accepted.values():
             link.close()
 

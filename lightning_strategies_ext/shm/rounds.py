@@ -6,7 +6,7 @@ are sent in the message itself, many in a slot of the segment. All collectives a
 
 A rank publishes at most two rounds ahead of the round that it reads: its message of round k implies that it has read
 round k - 2. A rank that has received the messages of round k from all peers may therefore overwrite round k - 2 with
-round k + 2. So four slots suffice, and no rank waits for permission to write.
+round k + 2. Four slots therefore suffice, and no rank waits for permission to write.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -35,7 +35,7 @@ from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
 #: Maximum number of rounds that are published before the first of them has been read.
 LOOKAHEAD: Final = 2
-#: Seconds for which a rank polls before it sleeps; between two polls it yields its core.
+#: Seconds for which a rank polls before it sleeps. Between two polls, it yields its core.
 SPIN_S: Final = 100e-6
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
@@ -93,7 +93,7 @@ class Rounds:
         self._bytes = [memoryview(message.numpy()) for message in self._messages]  # type: ignore[arg-type]
         self._published = self._read = 0
         self._own = 0, 0, 0  # operation number, size in bytes, and identity of the current operation
-        self._known_identity = 0  # its identity as far as this rank or its peers have stated it
+        self._known_identity = 0  # identity of the operation, if this rank or a peer has stated it
         self._awaited: list[int] = []
 
     def run(

@@ -15,12 +15,12 @@ from torch import Tensor
 DIRECTORY: Final = "/dev/shm"
 #: Number of pieces of one rank that can be in use; :mod:`.rounds` explains why four.
 NUM_SLOTS: Final = 4
-#: Pieces of such a segment stay in the caches of the cores that use them; larger and smaller segments were slower.
+#: Default size. Pieces of this segment stay in the caches of their cores; larger and smaller segments were slower.
 DEFAULT_NUM_BYTES: Final = 2 * 1024 * 1024
-#: If ranks share cores, each piece costs context switches; fewer and larger pieces were faster.
+#: Default size if ranks share cores. Each piece costs context switches, so fewer and larger pieces were faster.
 DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
 MIN_NUM_BYTES: Final = 128 * 1024
-#: The native library uses a quarter of a segment: this for its control block, the rest for its own slots.
+#: Size of the native library's control block. The library has a quarter of a segment; the rest of that is its slots.
 CONTROL_BLOCK_NUM_BYTES: Final = 4096
 _NATIVE_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024

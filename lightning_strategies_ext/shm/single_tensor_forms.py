@@ -51,7 +51,7 @@ def accept_single_tensor(
 
 
 def _as_list(argument: Any, num_arguments: int) -> Any:
-    """Returns a tensor in a list; if there are several arguments, also a nonempty list of tensors in a list."""
+    """Returns a tensor as a list with one item; with several arguments, also wraps a nonempty list of tensors."""
     if isinstance(argument, Tensor) or (num_arguments > 1 and len(argument) > 0):
         return [argument]
     return argument

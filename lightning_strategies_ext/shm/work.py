@@ -154,7 +154,7 @@ class ShmWork(Work):
         with self._executor.futures:
             if self._end is None:
                 self._end = Future()
-                # Only the error of a future that `then` has returned is understood by C++ code, such as DDP's.
+                # C++ code, such as that of DDP, understands only errors of futures that `then` has returned.
                 self._future = self._end.then(self._outcome)
         if self._progress is None:
             self.fulfill_future()

@@ -87,7 +87,7 @@ def run_elastic(
 
 
 class _TaskError(Exception):
-    """The task fails with an exception, unless an earlier failure of another worker is the cause."""
+    """Raised if the task fails. The cause is the given exception, or an earlier failure of another worker."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class _ElasticRun:
     """One elastic task.
 
     A worker joins, and sends :class:`.ReadyToJoin`. It receives its rank in the next world, replies
-    :class:`.JoinedWorld`, and is in that world as soon as all its workers have replied. It stays in it until it exits
-    or leaves by an exception; to change to the next world, it sends :class:`.ReadyToJoin` again.
+    :class:`.JoinedWorld`, and is in that world as soon as all workers of the world have replied. The worker stays there
+    until it exits or leaves with an exception. To change to the next world, it sends :class:`.ReadyToJoin` again.
     """
 
     pool: WorkerPool
@@ -108,13 +108,13 @@ class _ElasticRun:
     settings: Sequence[ProcessSettings]
     is_continuation: bool
     policy: RestartPolicy
-    number: int = -1  # of the newest world
-    world: list[Worker] = field(default_factory=list)  # its workers
-    forming: list[Worker] = field(default_factory=list)  # those of the next world, after its ranks are assigned
-    members: dict[Worker, Member] = field(default_factory=dict)  # of `forming`, those that have joined
+    number: int = -1  # number of the newest world
+    world: list[Worker] = field(default_factory=list)  # workers of the newest world
+    forming: list[Worker] = field(default_factory=list)  # workers of the next world, once it has ranks
+    members: dict[Worker, Member] = field(default_factory=dict)  # the workers of `forming` that have joined
     ready: set[Worker] = field(default_factory=set)
-    leaving: list[Worker] = field(default_factory=list)  # until the other workers are ready to continue without them
-    exiting: dict[Worker, float] = field(default_factory=dict)  # have left, to restart once they exit, with deadlines
+    leaving: list[Worker] = field(default_factory=list)  # until the others are ready to continue
+    exiting: dict[Worker, float] = field(default_factory=dict)  # have left; deadlines for their exit
     exit_errors: list[WorkerDiedError] = field(default_factory=list)  # since the newest world began
     leave_reason: str | None = None  # why ranks have left the newest world without an agreement
     num_resets_without_exit: int = 0
@@ -141,7 +141,7 @@ class _ElasticRun:
                 error = self._wait()
         except KeyboardInterrupt as interrupt:
             error = interrupt
-            with suppress(KeyboardInterrupt):  # a second one: without waiting
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the wait
                 self.pool.signal(signal.SIGINT)
                 self._collect_replies(INTERRUPT_GRACE_S)
         have_replied = WorkerState.IDLE, WorkerState.FAILED
@@ -211,7 +211,7 @@ class _ElasticRun:
         if was_in_world:
             self.world.remove(worker)
         self._remove_from_next_world(worker)
-        if any(other.state is WorkerState.IDLE for other in self.world):  # they have finished, and this one has not
+        if any(other.state is WorkerState.IDLE for other in self.world):  # others have finished the task
             raise _TaskError(exit_error)
         if not self.remaining:
             reason = "No other worker has a state to continue from. Resume from a checkpoint."
@@ -346,12 +346,12 @@ class _ElasticRun:
     def _first_error(self, error: BaseException) -> BaseException:
         """Waits for the other workers to fail as well, and returns the exception of the first failure."""
         self._collect_replies(GRACE_S)
-        # No exits from before the newest world, which would not be the cause.
+        # Exits before the newest world are excluded, because they cannot be the cause.
         replies: dict[int, TaskReply] = {}
         for exit_error in self.exit_errors:
             replies.setdefault(exit_error.error_index, exit_error)
         for rank, reply in self.pool.replies.items():
-            is_later_exit = rank in replies and isinstance(reply, WorkerDiedError)  # of a replacement
+            is_later_exit = rank in replies and isinstance(reply, WorkerDiedError)  # the replacement exited, too
             if self.pool.workers[rank] not in self.leaving and not is_later_exit:
                 replies[rank] = reply
         return self.pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds that ranks have to fail as well after one has failed, before they are killed.
 GRACE_S = 5.0
-#: The same once rank 0 has failed: the pool needs nothing from the other ranks then.
+#: The same after rank 0 has failed. It is shorter, because the pool then needs no results of the other ranks.
 SHORT_GRACE_S = 1.0
 #: Seconds that ranks have to stop together after Ctrl-C.
 INTERRUPT_GRACE_S = 10.0
@@ -107,7 +107,7 @@ class WorkerPool:
         _pools.add(self)
         try:
             for worker in starter.start(num_workers, inherited_task):
-                self.workers.append(worker)  # one after the other: `close` ends those that have started before an error
+                self.workers.append(worker)  # one by one: after an error, `close` ends those that have started
             self.workers.sort(key=lambda worker: worker.rank)
         except BaseException:
             self.close()
@@ -138,7 +138,7 @@ class WorkerPool:
             is_continuation: Whether the task continues where an earlier one ended.
         """
         for worker in self.workers:
-            worker.reply = None  # also of those that receive no task because of an interrupt
+            worker.reply = None  # also of workers that receive no task because of an interrupt
         try:
             with self.forwarding_sigterm():
                 for worker, own in zip(self.workers, settings, strict=True):
@@ -150,7 +150,7 @@ class WorkerPool:
                     self.collect_replies(SHORT_GRACE_S)
                     self.kill_running()
         except KeyboardInterrupt as interrupt:
-            with suppress(KeyboardInterrupt):  # a second one: without waiting
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the wait
                 self.signal(signal.SIGINT)
                 self.collect_replies(INTERRUPT_GRACE_S)
             return self.outcome(interrupt)
@@ -345,7 +345,7 @@ class WorkerPool:
                 first = replace(first, headline=str(cause))
             error.first_failure = first
             return error
-        # A rank that failed, or was terminated, because of another rank is not the first, even if it replied first.
+        # A rank that failed or was terminated because of another is not the first failure, even if it replied first.
         rank = min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].time))
         failure = failures[rank]
         exception = failure.exception

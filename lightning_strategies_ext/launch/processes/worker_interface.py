@@ -95,7 +95,7 @@ class Worker(Protocol):
     # --- messages ---
 
     def send(self, message: MessageToWorker) -> None:
-        """Sends a message, unless the worker has exited, which the next reply shows."""
+        """Sends a message. After an exit of the worker, the message is dropped, and the next reply reports the exit."""
         with suppress(OSError):
             self._send(message, None)
 
@@ -114,7 +114,7 @@ class Worker(Protocol):
         """
         reply = self._next_message()
         if type(reply) in _STATES_AFTER_REPLIES:
-            self.reply, self.replied_at = reply, time.monotonic()  # first, as Ctrl-C may interrupt this method
+            self.reply, self.replied_at = reply, time.monotonic()  # set first, because Ctrl-C may interrupt this method
             self.enter(_STATES_AFTER_REPLIES[type(reply)])
         return reply
 

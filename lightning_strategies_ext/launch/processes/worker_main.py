@@ -41,7 +41,7 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, use_remo
 
 #: Seconds between two checks whether the main process runs.
 PARENT_POLL_S = 0.5
-#: Keys of preparation data: what ``multiprocessing.spawn`` imports in place of the user's ``__main__``.
+#: Keys of preparation data. ``multiprocessing.spawn`` imports the named module or script as the user's ``__main__``.
 _MAIN_NAME, _MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 _is_importing_main = False

@@ -1,8 +1,8 @@
-"""What runs on a Ray cluster: the actor of a worker, its link to the main process, and the actor that relays links.
+"""Code that runs on a Ray cluster: a worker's actor, its link to the main process, and the actor that relays links.
 
 Each call of the method ``handle`` of a worker answers one message of the main process. Tasks and replies are small
-pickles with separate buffers. Ray takes the buffers as they are (pickle protocol 5) and writes each once to its object
-store; a reader on the same host gets views of them.
+pickles with separate buffers (pickle protocol 5). Ray writes each buffer once to its object store, without pickling it;
+a reader on the same host gets views of the buffers.
 """
 
 import fcntl
@@ -216,7 +216,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _restore_signal_handling() -> None:
-    """Lets this process receive the link's signals like a worker without Ray, and no Ctrl-C from a terminal.
+    """Makes this process handle the link's signals as a worker without Ray does, and ignore a terminal's Ctrl-C.
 
     Ray starts workers with SIGINT blocked. Its handler of SIGTERM exits, and Lightning would call it in addition to its
     own.

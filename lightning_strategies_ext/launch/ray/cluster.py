@@ -1,9 +1,9 @@
-"""The connection of this process to a Ray cluster: one of the user, or one that this module starts on this machine.
+"""The connection of this process to a Ray cluster: the user's cluster, or one that this module starts on this machine.
 
 This module imports Ray only within functions.
 
-A process has at most one connection to Ray. A connection that the user has opened stays open. One that this module has
-opened is closed with the last pool that uses it. A cluster that this module has started then exits.
+A process has at most one connection to Ray. A connection that the user has opened stays open. A connection that this
+module has opened is closed with the last pool that uses it. A cluster that this module has started then exits.
 """
 
 import importlib.util
@@ -35,9 +35,9 @@ _CLIENT_ATTEMPTS = 3
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _lock = threading.RLock()
-_num_users = 0  # calls of `connect` without a call of `disconnect`
-_directory: str | None = None  # of the cluster that this module has started
-_session: str | None = None  # of the connection that this module has opened
+_num_users = 0  # number of `connect` calls without a call of `disconnect`
+_directory: str | None = None  # directory of the cluster that this module has started
+_session: str | None = None  # identifier of the connection that this module has opened
 _address: str | None = None  # argument with which this module has opened the connection
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _WARN_AFTER_S = 30.0
 #: Seconds to wait for Ray's reason for the exit of an actor whose link is closed.
 _REASON_S = 3.0
-#: The same if the other workers continue without the worker.
+#: Shorter time if the other workers continue without the worker.
 _SHORT_REASON_S = 0.25
 
 
@@ -219,7 +219,7 @@ class RayWorker(Worker):
             return self._exit_error()
         self.link.wait_for_output(actor_reply.num_output_bytes)
         message = actor_reply.payload.load(is_only_read=actor_reply.is_only_read)
-        if isinstance(message, TaskFailed):  # hosts have different clocks: the failure received first is the first
+        if isinstance(message, TaskFailed):  # clocks of hosts differ, so the failure received first counts as the first
             message = replace(message, time=time.monotonic())
         return message
 

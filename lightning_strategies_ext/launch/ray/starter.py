@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which a warning is logged that the cluster lacks free resources.
 _WARN_AFTER_S = 5.0
-#: Seconds after which a main process outside the cluster counts as exited without calls. Ray reconnects within 30.
+#: Seconds without a call after which a main process outside the cluster counts as exited; Ray reconnects within 30 s.
 _MAIN_PROCESS_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _PACKAGES = ("lightning_strategies_ext", "torch", "cloudpickle")
@@ -87,12 +87,12 @@ class RayStarter(WorkerStarter):
 
     def __post_init__(self) -> None:
         self._packages = [*_PACKAGES, *(module.partition(".")[0] for module in self.modules)]
-        self._stack: ExitStack | None = None  # closes the following, after `start`
+        self._stack: ExitStack | None = None  # closes the attributes below; set by `start`
         self._group: Any = None
         self._link_server: LinkServer | RelayedLinkServer | None = None
         self._actor_class: Any = None
         self._is_env_of_actors = False  # Ray's job has the runtime environment if this process has started the job
-        self._number = 0  # of workers started so far
+        self._number = 0  # number of workers started so far
 
     @property
     @override

@@ -82,7 +82,7 @@ def _enable_keepalive(connected: socket.socket) -> None:
     """Enables TCP keepalive, so that the connection is closed within half a minute if the other host is lost."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
-        if hasattr(socket, name):  # the last one is for unacknowledged data
+        if hasattr(socket, name):  # the last option is for unacknowledged data
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

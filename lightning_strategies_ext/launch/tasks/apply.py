@@ -51,7 +51,7 @@ def apply(results: Iterator[Any], trainer: Any, shared: SharedObjects) -> Any:
       remain the same objects.
     - Aliasing: tensors of the module keep their memory, into which new values are copied, unless their shape or dtype
       has changed.
-    - Memory: one chunk of tensors at a time exists next to the module.
+    - Memory: in addition to the module, one chunk of tensors exists at a time.
 
     Args:
         results: Items of :func:`.diff`, as they arrive; read up to the :class:`.StageDiff`.
@@ -138,7 +138,7 @@ def _set_attributes(
 
 
 def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
-    """Copies the elements of a new container into the old one, which the user may hold. Returns whether it has."""
+    """Copies the elements of a new container into the old one, which the user may hold. Returns whether it did so."""
     # An old container that the workers had now belongs to another attribute, or is unused.
     if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
         return False

@@ -1,8 +1,8 @@
 """First of three modules for a stage's results: captures the state before a stage, and finds what has changed.
 
-The results consist of attributes, not of a ``state_dict``, so that they include attributes that no checkpoint has: all
-attributes of callbacks and loggers, and those attributes of the LightningModule, its submodules, and the datamodule,
-which may be large, that the stage has changed.
+The results consist of attributes, not of a ``state_dict``, so that they include attributes that no checkpoint has. They
+contain all attributes of callbacks and loggers. Attributes of the LightningModule, its submodules, and the datamodule
+may be large, so the results contain only those that the stage has changed.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class StageBaseline:
     """State before a stage.
 
     - Identity: the baseline refers to the Trainer's own objects, and keeps the objects of the message alive.
-    - Aliasing: tensors are recorded by the address of their data, so that a tensor that gets other memory is changed.
+    - Aliasing: tensors are recorded by the address of their data, so that a tensor with new memory counts as changed.
     - Memory: no tensor is copied, because the memory files of the message keep the values before the stage. Only
       digests of attributes are added.
 
@@ -58,7 +58,7 @@ class StageBaseline:
         self.tree = ModuleTree(module)
         self.shared = shared
         self._received = received
-        # A fingerprint covers the contents of an object that the message has, where a result would have its number.
+        # Fingerprints cover the contents of shared objects, in place of which a result has only their numbers.
         self._shared_by_name = replace(shared, in_message={})
         # The stage sets the Trainer's datamodule later.
         datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}
@@ -108,9 +108,9 @@ class StageBaseline:
                 yield holder
 
     def collected_attributes(self, trainer: Any) -> Iterator[tuple[Any, str]]:
-        """Yields collections of the user's callbacks and LightningModule that hold only this rank's share.
+        """Yields collections of the user's callbacks and LightningModule with the data of this rank's samples only.
 
-        These have grown in a ``predict`` in which ranks had shards of the samples, and which returns no predictions.
+        These collections have grown during a ``predict`` that shards the samples and returns no predictions.
         """
         if not self._extents or trainer.world_size == 1 or trainer.predict_loop.return_predictions:
             return

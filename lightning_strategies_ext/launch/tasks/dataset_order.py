@@ -1,8 +1,8 @@
 """Predictions of several ranks, in the order in which one process would have made them.
 
 Each rank predicted a shard of the samples. :func:`in_dataset_order` sorts the samples by their position in the dataset
-and splits them into batches again. It needs no processes: a rank is a list of keys and an iterator over outputs. Each
-output is read as late and released as early as the order allows.
+and splits them into batches again. The function is independent of processes: a rank is represented by a list of keys
+and an iterator over outputs. Each output is read as late and released as early as the order allows.
 
 Limitations: the result may differ bitwise from that of one process, because a model may return other values for other
 batches. An output that cannot be split into samples stays whole. A batch ends early if the next sample has another
@@ -34,7 +34,7 @@ CARRIERS = {
     torch.float8_e5m2fnuz: torch.int8,
 }
 
-#: Types of values that hold for each sample of a batch. Numbers do not: they may be computed from all samples.
+#: Types of values that apply to each sample of a batch. Numbers are excluded: they may be computed from all samples.
 CONSTANTS = (str, bool, type(None))
 
 
@@ -115,7 +115,7 @@ class OutputReader:
             if layout is None:
                 layouts[of_batch] = -1 - batch
                 stays[of_batch] = False
-                stays[of_batch.argmax()] = batch in self._held  # once, at the first of its kept keys
+                stays[of_batch.argmax()] = batch in self._held  # once, at its first kept key
             else:
                 layouts[of_batch] = numbers.setdefault(layout, len(numbers))
         batches, rows, layouts = batches[stays], rows[stays], layouts[stays]
@@ -209,7 +209,7 @@ class ListInterpretations:
 
 
 def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CONSTANTS) -> bool:
-    """Whether an output, or a value in it, can be split into samples; ``constants`` hold for each sample."""
+    """Whether an output, or a value in it, can be split into samples; ``constants`` apply to each sample."""
     if isinstance(value, torch.Tensor):
         # Rows of other tensors cannot be indexed and joined.
         plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized

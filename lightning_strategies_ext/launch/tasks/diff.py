@@ -1,4 +1,4 @@
-"""Second of three modules for a stage's results: encodes what the stage has changed, which the baseline finds."""
+"""Second of three modules for a stage's results: encodes the changes of the stage, which the baseline finds."""
 
 import logging
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
 log = logging.getLogger(__name__)
 
-#: Size of a chunk of the module's tensors in bytes, which is the memory that their transfer needs.
+#: Size of a chunk of the module's tensors in bytes: the additional memory during their transfer.
 CHUNK_NUM_BYTES = 32 << 20
 
 
 def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorChunk | StageDiff]:
-    """Yields what a stage has changed: the module's changed tensors in chunks, and then one :class:`.StageDiff`.
+    """Yields the changes of a stage: the module's changed tensors in chunks, and then one :class:`.StageDiff`.
 
     - Identity: objects that the main process has are encoded as numbers, so that they remain the user's own objects.
       New objects are encoded by value.
     - Aliasing: objects and tensors that share memory within one encoded value share it in the main process, and tensors
       of the module keep the memory that they have there.
     - Memory: each item is created when it is requested, a chunk has at most :data:`CHUNK_NUM_BYTES` unless a tensor
-      cannot be split, and unchanged tensors are left out.
+      cannot be split, and unchanged tensors are omitted.
 
     An attribute that cannot be pickled (an open file, a progress bar, a thread) keeps its value in the main process.
 

@@ -25,7 +25,7 @@ def tensors_of(module: Module) -> dict[str, Tensor]:
 
 
 def is_in_shared_memory(tensor: Tensor) -> bool:
-    """Whether a CPU tensor is in memory that other processes can map. A sent one has the sender's memory."""
+    """Whether a CPU tensor is in memory that other processes can map. A received tensor is in the sender's memory."""
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_lazy(tensor)
     return is_plain and tensor.is_shared()
 
@@ -46,7 +46,7 @@ def make_private(module: Module) -> None:
 
 
 class ModuleTree:
-    """Records the tree of a module that was sent, to find the changes in the module that a method gets afterwards."""
+    """Records the tree of a module that was sent. The methods compare a later state of the module with the record."""
 
     def __init__(self, module: Module) -> None:
         self._names = {id(tensor): name for name, tensor in tensors_of(module).items()}
@@ -54,7 +54,7 @@ class ModuleTree:
         self._parts = {id(holder): (holder, _parts_of(holder)) for holder in module.modules()}
 
     def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent."""
+        """Yields the sent tensors by the names under which they were sent; replaced buffers yield their replacement."""
         yielded = set()
         for holder, parts in self._parts_as_sent(module):
             for kind in ("_parameters", "_buffers"):

@@ -3,7 +3,7 @@
 Objects that the user holds in the main process keep their identity: a list, a tensor, or an object of a user's class is
 updated in place, wherever it is referenced, as if the stage had run in the main process. New objects are sent whole. An
 object whose class customizes pickling is restored in place by its class. Exception: an object with ``__reduce__`` that
-is no part of the Trainer or the LightningModule is replaced by a new object.
+is not part of the Trainer or the LightningModule is replaced by a new object.
 """
 
 import copyreg
@@ -97,7 +97,7 @@ class _TrackedObjects(SharedObjects):
 
 
 def identity_preserved(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
-    """Returns the objects in whose place the main process receives its own.
+    """Returns the objects that the main process receives as its own objects, not as copies.
 
     These are updatable objects, functions, multiprocessing's objects, and objects that cannot be pickled; also classes
     that were defined in a function, which only a worker on Ray can have received.

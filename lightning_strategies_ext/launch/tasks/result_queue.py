@@ -1,4 +1,4 @@
-"""Queue of Lightning 1.5's spawn hooks: the main process gets the items that a worker has put."""
+"""Queue of Lightning 1.5's spawn hooks, which transfers items from a worker to the main process."""
 
 import inspect
 from collections import deque

@@ -45,7 +45,7 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedOb
 
 log = logging.getLogger(__name__)
 
-# Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
+# Loaders and data stay in the worker that created them: the main process has its own. A running profiler is useless
 # in another process, although it can be pickled.
 _UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 

@@ -28,9 +28,9 @@ _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB per call
 _WINDOW_BYTES = 1 << 26
 _READ_AHEAD = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _MIN_CACHED_BYTES = 1 << 20
-#: Size from which the free memory is checked first, in bytes; a check takes some 0.1 ms.
+#: Size in bytes from which the free memory is checked before a write; a check takes about 0.1 ms.
 _MIN_CHECKED_BYTES = 1 << 26
-#: Maximum number of descriptors that are sent with a message; that of Linux is 253.
+#: Maximum number of descriptors that are sent with a message; the limit of Linux is 253.
 MAX_DESCRIPTORS = 128
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _has_logged_fallback = False
@@ -121,7 +121,7 @@ class MemoryFile:
         return [view[start : start + size] for start, size in self.spans]
 
     def contents_at(self, address: int, num_bytes: int) -> tuple[Tensor, Tensor] | None:
-        """Returns the current bytes of mapped memory, and the original ones; None if this file is not mapped there."""
+        """Returns the current and the original bytes of mapped memory; None if this file is not mapped there."""
         start = address - self._mapped.data_ptr()
         if not 0 <= start <= len(self._mapped) - num_bytes:
             return None

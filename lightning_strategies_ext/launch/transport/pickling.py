@@ -4,8 +4,8 @@ Three additions to pickle, for objects that are sent to another process and retu
 
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
   rebuilds them as views of the memory that it has received. Tensors that share memory share it there too.
-* Objects that both processes have (:class:`SharedObjects`) are sent as a number, so that results refer to the very
-  objects that the user holds. pickle numbers the objects that it writes, and its reader assigns the same numbers (its
+* Objects that both processes have (:class:`SharedObjects`) are sent as a number, so that results refer to the objects
+  that the user holds. pickle numbers the objects that it writes, and its reader assigns the same numbers (its
   memo). A reply can therefore refer to any object of the message.
 * Objects that pickle refuses or copies are reduced by :mod:`.reducers`.
 
@@ -57,7 +57,7 @@ class SharedObjects:
         return self._numbers.get(id(obj))
 
     @cached_property
-    def _numbers(self) -> dict[int, int]:  # a process that only reads needs none
+    def _numbers(self) -> dict[int, int]:  # computed at first use; a process that only reads does not need it
         numbers = {id(obj): -1 - number for number, obj in self.in_message.items()}
         numbers.update((id(obj), number) for number, obj in reversed(list(enumerate(self.objects))))
         return numbers
@@ -133,7 +133,7 @@ def dump(
     """
     if pickler is None:
         kind = MessagePickler if shared is None else SharingPickler
-        with suppress(Exception):  # the fast way; it almost always succeeds, and some results are hundreds of messages
+        with suppress(Exception):  # the fast method, which almost always succeeds
             return kind(shared, is_return).pickled(obj, received_objects)
     return (pickler or ByValuePickler)(shared, is_return).pickled(obj, received_objects)
 
@@ -155,10 +155,10 @@ class MessagePickler(pickle.Pickler):
         super().__init__(self._stream, protocol=5, buffer_callback=self._buffers.append)
         self._shared = shared
         self._is_return = is_return
-        self._handles: dict[int, Handle] = {}  # by the id of the buffer
+        self._handles: dict[int, Handle] = {}  # handles by the id of their buffer
         self._memories: dict[int, Memory] = {}
         self._copies: list[Tensor] = []  # must live until the end: pickle's memo identifies objects by id
-        self._class_functions: set[types.FunctionType] = set()  # of classes that are sent by value
+        self._class_functions: set[types.FunctionType] = set()  # functions of classes that are sent by value
 
     def pickled(self, obj: Any, received_objects: dict[int, Any] | None) -> Pickled:
         """Pickles an object, see :func:`dump`. Called once."""

@@ -136,7 +136,7 @@ def _reducer_of(obj: Any) -> Callable[[Any], Any] | None:
 
 
 class _StartedProcess:
-    """Substitute for the process that multiprocessing starts, for use by its reducers."""
+    """Substitute for a process that multiprocessing is starting; the reducers of multiprocessing use it."""
 
     def __init__(self, handles: dict[int, Handle]) -> None:
         self._handles = handles
@@ -164,7 +164,7 @@ def _rebuild_descriptor(descriptor: Descriptor) -> Descriptor:
 
 
 class RaisedException:
-    """Pickles as an exception, also as one whose ``__init__`` takes other arguments than it passes to ``Exception``."""
+    """Pickles as the given exception, even if its ``__init__`` has other arguments than it passes to ``Exception``."""
 
     def __init__(self, exception: BaseException) -> None:
         self._exception = exception
@@ -296,7 +296,7 @@ def names_of_computed(kind: type) -> list[str]:
 
 def get_state(obj: Any) -> Any:
     """Returns an object's state by the ``__getstate__`` of its original class; that of a parametrized class raises."""
-    getstate = getattr(original_class(obj), "__getstate__", None)  # every object has it since Python 3.11
+    getstate = getattr(original_class(obj), "__getstate__", None)  # since Python 3.11, every object has this method
     return dict(vars(obj)) if getstate is None else getstate(obj)
 
 
