@@ -113,7 +113,7 @@ def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict
 
 
 def rows(calls: int, gap_us: float) -> dict[str, Row]:
-    """Returns the rows of ``--against``: the methods of our strategy over gloo and over ``shm``."""
+    """Returns the rows of ``--against``: the methods of ``ddp_ext`` over gloo and over ``shm``."""
     silence_lightning()
 
     def measure(row: str, operation: str, backend: str) -> dict[str, float]:

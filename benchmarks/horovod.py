@@ -45,7 +45,7 @@ from lightning_strategies_ext.horovod.runtime import check_installed
 
 ACCUMULATE = 4
 LAUNCHER_OF = {"gloo": "horovodrun", "MPI": "mpirun"}
-#: Goal by width: largest ratio of our time to the time of the hand-written loop.
+#: Goal by width: largest ratio of the time of `horovod_ext` to the time of the hand-written loop.
 MOST_OVER_BY_HAND = {32: 1.5, 1024: 1.1}
 
 
@@ -66,7 +66,7 @@ def without_missing(transports: list[str]) -> list[str]:
 def take_turns(
     transport: str, turns: int, cases: list[Case], rounds: int, length: Length
 ) -> list[list[dict[str, Any]]]:
-    """Measures ours and the others in turns, each in new ranks.
+    """Measures `horovod_ext` and the other contenders in turns, each in new ranks.
 
     Returns:
         In rank order, per case: ``ms`` (contender → one value per round of all turns), ``calls`` and ``num_bytes``.

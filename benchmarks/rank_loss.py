@@ -59,7 +59,7 @@ def measure(names: list[str], millions: int, interval: int, rounds: int, heartbe
 
 
 def rows(names: list[str], millions: int, interval: int) -> dict[str, Row]:
-    """Returns the rows of ``--against``: our strategies."""
+    """Returns the rows of ``--against``: the strategies of this package."""
 
     def measure(name: str, rounds: "count[int]") -> dict[str, float]:
         found = run(Job("", name, millions, interval, next(rounds) % 2), heartbeat_timeout_ms=0)

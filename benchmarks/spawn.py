@@ -1,4 +1,4 @@
-"""Seconds and memory around training in spawned workers: Lightning's ``ddp_spawn`` and our ``ddp_spawn_ext``.
+"""Seconds and memory around training in spawned workers: Lightning's ``ddp_spawn`` and ``ddp_spawn_ext``.
 
     python -m benchmarks.spawn
     python -m benchmarks.spawn --sizes 400 --rounds 15
@@ -60,7 +60,7 @@ from benchmarks.turns import Part, Row
 
 SAMPLE_MEMORY_EVERY_S = 0.001
 
-#: Goals on Ray: largest ratio of our time to the time of the peer.
+#: Goals on Ray: largest ratio of the time of ``ddp_ray_ext`` to the time of the peer.
 TIME_GOALS_ON_RAY = {
     "start: validate after fit": 0.05,
     "start: test after validate": 0.05,
@@ -78,8 +78,8 @@ class Pair:
 
     Attributes:
         peer: The other strategy.
-        ours: Our strategy.
-        time_goals: Largest accepted ratio of our time to the time of the peer, by case.
+        ours: Strategy of this package.
+        time_goals: Largest accepted ratio of the time of ``ours`` to the time of ``peer``, by case.
         environment: Environment variables of the interpreters.
     """
 
@@ -193,7 +193,7 @@ def take_sample_here(request: str) -> None:
 
 
 def rows(cases: list[dict[str, Any]]) -> dict[str, Row]:
-    """Returns the rows of ``--against``: our strategy, in a new interpreter per sample."""
+    """Returns the rows of ``--against``: ``ddp_spawn_ext``, in a new interpreter per sample."""
 
     def measure(case: Case) -> dict[str, float]:
         seconds, extra_mb = take_sample_again_if_it_fails(case, OURS, {})

@@ -1,4 +1,4 @@
-"""Milliseconds per training step: Lightning's stock strategy, ours, and a hand-written torch DDP loop.
+"""Milliseconds per training step: Lightning's stock `ddp`, `ddp_ext`, and a hand-written torch DDP loop.
 
     python -m benchmarks.step_time
     python -m benchmarks.step_time --hidden 32 --rounds 21
@@ -165,7 +165,7 @@ def with_peak(train: Training, peak_mb: list[float], case: Case, length: Length)
 
 
 def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) -> dict[str, Row]:
-    """Returns the rows of ``--against``: our strategy per case, and the hand-written loop over gloo as a control."""
+    """Returns the rows of ``--against``: ``ddp_ext`` per case, and the hand-written loop over gloo as a control."""
     silence_lightning()
     contenders = contenders_on(accelerator, "ddp")
     weights: dict[Case, Tensor] = {}
@@ -211,7 +211,7 @@ def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str
 
 
 def growth(summaries: list[dict[str, Any]]) -> str:
-    """Returns a line that compares later with earlier rounds: our time, and memory and threads of rank 0."""
+    """Compares later with earlier rounds in one line: time of ``ddp_ext``, and memory and threads of rank 0."""
     drifts, megabytes = [], []
     for summary in summaries:
         times, rss_mb = summary["rounds_ms_per_step"][OURS], summary["rounds_rank_0"]["rss_mb"]

@@ -290,7 +290,7 @@ class ElasticFit:
         self._is_first_step_after_restore = True
 
     def _try_to_restore(self, all_ranks_have_local_state: bool) -> Exception | None:
-        """Restores the commit; returns how a rank that has not restored any commit differs from it, or None."""
+        """Restores the commit. Returns the difference if this rank has never restored one and differs; else None."""
         self._loaders.reset()
         # Lightning calls `on_train_start` hooks again; they must find the attributes from the beginning of `fit`.
         assert self._settings_before_training is not None

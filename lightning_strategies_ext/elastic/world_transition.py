@@ -181,7 +181,7 @@ class WorldTransition:
         )
 
     def _checkpoint_message(self) -> str:
-        """Returns how to continue from the commit, which this method saves if it is not saved yet."""
+        """Saves the commit, unless saved already, and returns a text that explains how to continue from it."""
         if self._commit.shared is None:
             return "It had no state to save yet."
         self._checkpoint = self._checkpoint or self._save()

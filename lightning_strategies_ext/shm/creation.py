@@ -43,7 +43,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         The group; a gloo backend if a rank cannot allocate shared memory, which rank 0 reports on standard error.
 
     Raises:
-        PermissionError: If another user has taken the place of a rank, or ranks of one host have different users.
+        PermissionError: If another user's process has connected as a rank, or ranks of one host have different users.
         TypeError: If ``options`` is not a :class:`ShmOptions`.
         TimeoutError: If a rank does not connect before the timeout.
     """

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from lightning_strategies_ext._system import peers
 from lightning_strategies_ext._system.interpreters import current_options, python_module
 
-#: A request is a process ID, for its exit code, or 0, for a new process. The reply is the exit code or a process ID.
+#: A request is a process ID, or 0. The reply is the exit code of this process, or the ID of a new process.
 _NUMBER = struct.Struct("!i")
 #: Reply if a process runs or is unknown.
 _NO_EXIT_CODE = 1 << 16

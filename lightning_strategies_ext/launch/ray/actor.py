@@ -125,7 +125,7 @@ class ActorReply:
 
     Attributes:
         payload: The pickled reply.
-        is_only_read: See :meth:`RayPayload.load`.
+        is_only_read: Whether the object is only read, see :meth:`RayPayload.load`.
         num_output_bytes: Number of bytes of output that the worker has sent over its link before.
     """
 

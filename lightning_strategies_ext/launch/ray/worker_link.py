@@ -192,7 +192,7 @@ class LinkServer:
     Attributes:
         address: Address and port that workers connect to.
         secret: Secret that workers prove to have.
-        links: Links by the number of the worker, which no earlier worker has had.
+        links: Links by the number of their worker; numbers are never reused.
     """
 
     def __init__(self, host: str) -> None:
@@ -244,7 +244,7 @@ class LinkServer:
         return True  # the connection has a deadline
 
     def _take_proof(self, connected: Any) -> bool:
-        """Receives a proof, and makes the connection that of the worker, if it is the worker's first connection."""
+        """Receives a proof. If it is valid and the worker's link is not connected, the link gets this connection."""
         state, part = self._unproved[connected], b""
         with suppress(OSError):
             part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(state.received))
@@ -269,7 +269,7 @@ class LinkServer:
         del self._unproved[connected]
 
     def _link_of(self, state: _Unproved) -> WorkerLink | None:
-        """Returns the link that a connection has proved to belong to; None without a proof or an unconnected link."""
+        """Returns the unconnected link of the worker that has sent a proof; None without a link or a valid proof."""
         proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
         # The secret itself is accepted as a proof, too; workers of this version do not send it.
         expected = (_proof(self.secret, state.challenge, number), self.secret)

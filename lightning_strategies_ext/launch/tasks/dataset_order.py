@@ -253,7 +253,7 @@ def layout_of(
 
 
 def is_of_batch(layout: SampleLayout) -> bool:
-    """Whether an output has strings or bools and no values of single samples, as the name of a file with a batch."""
+    """Whether an output has strings or bools and no values of single samples, such as the name of a batch's file."""
     leaves = [layout]
     for leaf in leaves:
         leaves += leaf.parts

@@ -54,7 +54,7 @@ class PreparedMessage:
 
     def __init__(self, pickled: Pickled, cache: MemoryFileCache | None = None) -> None:
         self._files: list[MemoryFile] = []
-        self._handles = pickled.handles  # they own the descriptors and names
+        self._handles = pickled.handles  # the handles own the descriptors and names
         self._fds: list[int] = []
         self._inline = pickled.data
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
