@@ -300,10 +300,15 @@ def reset_training_loaders(trainer: Any) -> None:
     _forget_loaders(trainer.fit_loop)
 
 
+def reset_validation_loaders(trainer: Any) -> None:
+    """Makes ``fit`` create new validation DataLoaders."""
+    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+
+
 def reset_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new DataLoaders for training and validation."""
     reset_training_loaders(trainer)
-    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+    reset_validation_loaders(trainer)
 
 
 def _forget_loaders(loop: Any) -> None:

@@ -330,10 +330,10 @@ def current_results(trainer: Any) -> list[Any]:
 def drop_values(metric: Any) -> None:
     """Drops what this rank has logged under a new key, and keeps a key that other ranks reduce or compute, too.
 
-    ``valid_items`` skips a metric whose ``has_reset`` is True. ``reset`` of a metric of torchmetrics would reset the
-    user's object (2.5 to 2.6).
+    ``reset`` of a metric of torchmetrics would reset the user's object (2.5 to 2.6).
     """
-    metric._forward_cache = None
+    metric._forward_cache = metric._computed = None
+    metric.has_reset = False
     if metric.is_tensor:
         metric.reset()
         keep_key(metric)

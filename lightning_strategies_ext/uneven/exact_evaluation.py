@@ -125,13 +125,16 @@ class ExactEvaluation(ShadowedSteps):
             is_sequential: Whether the evaluation has one DataLoader, or runs them one after the other.
 
         Returns:
-            Number of steps of each DataLoader; None if no DataLoader is sharded without repetition.
+            Number of steps of each DataLoader; None if all ranks have the same number of batches, or if no DataLoader
+            is sharded without repetition.
         """
         self._lengths, self.local = [], []
         if not any(are_shards):
             return None
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         lengths = self._collectives.all_gather(own).view(self._world_size, -1).tolist()
+        if all(of_rank == lengths[0] for of_rank in lengths):
+            return None
         if not is_sequential:
             raise UnevenInputsError(
                 "`exact_evaluation=True` cannot be combined with a CombinedLoader that takes a batch from each of"
@@ -174,7 +177,7 @@ class ExactEvaluation(ShadowedSteps):
         self._is_first_step = True
         self._contributors = self._next_contributors = None
         lengths = [[int(min(length, limit)) for length in of_rank] for of_rank in self._lengths]
-        if all(of_rank == lengths[0] for of_rank in lengths):
+        if all(of_rank == lengths[0] for of_rank in lengths):  # with the limit
             return fetcher
         if not draws_for_the_step:
             raise UnevenInputsError(
@@ -194,6 +197,7 @@ class ExactEvaluation(ShadowedSteps):
         """Makes collectives inside this context exclude ranks that shadow the current step."""
         before = self._stage.shadowed_steps, self._values.is_shadowed
         self._stage.shadowed_steps = self
+        self._collectives = self._stage.collectives  # those of a rank that has joined the others
         self._values.is_shadowed = lambda value: self.handles_reduce(value, None)
         try:
             yield

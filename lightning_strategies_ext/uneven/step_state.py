@@ -65,16 +65,21 @@ class EvaluationStateSnapshot:
         package = __name__.partition(".")[0]
         callbacks = [each for each in trainer.callbacks if not type(each).__module__.startswith(package)]  # type: ignore[attr-defined]
         logged = trainer_logging.current_results(trainer)
-        self._logged = {id(metric) for metric in logged}
+        self._with_values = {id(metric) for metric in logged if not metric.has_reset}
         owners = [*trainer.lightning_module.modules(), *callbacks, *logged, *trainer_logging.owners_of_values(trainer)]
         self._contents = ContentsSnapshot(owners)
 
     def restore(self) -> None:
-        """Restores this state. Keys of ``self.log`` that are new have no value of this rank."""
-        for metric in trainer_logging.current_results(self._trainer):
-            if id(metric) not in self._logged:
-                trainer_logging.drop_values(metric)
+        """Restores this state. Keys of ``self.log`` that are new in this evaluation have no value of this rank."""
+        logged = [metric for metric in trainer_logging.current_results(self._trainer) if not metric.has_reset]
+        modules = self._trainer.lightning_module.modules()
+        updated = [module for module in modules if isinstance(module, Metric) and module._computed is None]
         self._contents.restore()
+        for metric in updated:
+            metric._computed = None  # not the result of an earlier computation: other ranks have updates
+        for metric in logged:
+            if id(metric) not in self._with_values:
+                trainer_logging.drop_values(metric)
 
 
 class ContentsSnapshot:
@@ -123,7 +128,8 @@ class ContentsSnapshot:
             elif isinstance(value, dict):
                 if not _are_same(value.items(), saved):
                     value.clear()
-                    value.update(saved)
+                    for key, item in saved:  # not `update`, with which a Counter adds
+                        value[key] = item
             elif not _are_same([(None, item) for item in value], [(None, item) for item in saved]):
                 value.clear()
                 value.update(saved) if isinstance(value, set) else value.extend(saved)

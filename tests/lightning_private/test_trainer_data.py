@@ -85,6 +85,27 @@ def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: flo
     assert batches.num_validations == num_validations
 
 
+def test_reset_validation_loaders_are_loaded_again() -> None:
+    made: list[Any] = []
+
+    class Model(MLP):
+        def train_dataloader(self) -> Any:
+            return loader(num_samples=8)
+
+        def val_dataloader(self) -> Any:
+            made.append(loader(num_samples=8))
+            return made[-1]
+
+        def on_train_epoch_start(self) -> None:
+            trainer_data.reset_validation_loaders(self.trainer)
+            assert self.trainer.val_dataloaders is None
+
+    trainer = make_trainer("auto", devices=1, max_epochs=2)
+    trainer.fit(Model())
+    assert len(made) == 3  # one for the sanity check, and one per epoch
+    assert trainer.val_dataloaders is made[2]
+
+
 def test_reset_training_loaders_are_loaded_again():
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     seen = []
