@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torchmetrics import AUROC, Accuracy, MeanMetric
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError
+from lightning_strategies_ext import (
+    DDPSpawnElasticStrategy,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    HorovodStrategy,
+    UnevenInputsError,
+)
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, make_trainer
 from tests.support.ranks import run_ranks
@@ -305,17 +311,64 @@ def test_the_argument_is_a_flag() -> None:
 
 
 @pytest.mark.processes
-def test_spawned_workers() -> None:
+def test_spawned_and_elastic_workers() -> None:
     one = evaluate("auto", 1, loader_of(5, 1))
     with DDPSpawnStrategy(exact_evaluation=True) as strategy:
         result = evaluate(strategy, 2, loader_of(5, 1))
-    assert result["values"] == pytest.approx(one["values"], rel=1e-5)
-    assert (result["sums"], result["seen"]) == (one["sums"], [0, 2, 4])
+    in_fit = evaluate(DDPSpawnElasticStrategy(exact_evaluation=True), 2, loader_of(5, 1), **FIT)
+    for each in (result, in_fit):
+        assert each["values"] == pytest.approx(one["values"], rel=1e-5)
+        assert (each["sums"], each["seen"]) == (one["sums"], [0, 2, 4])
+
+
+class LogsShadowing(Scores):
+    """Keeps whether each step is a shadowed one."""
+
+    def on_fit_start(self) -> None:
+        self.shadowed: dict[str, list[bool]] = {"train": [], "validate": []}
+
+    def train_dataloader(self) -> Any:
+        data = loader_of(4 if self.global_rank else 8, 2).dataset
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 1, 0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shadowed["train"].append(self.trainer.strategy.is_shadowing)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.shadowed["validate"] = [*self.shadowed["validate"], self.trainer.strategy.is_shadowing]
+
+
+def shadowed_steps_of_both() -> dict[str, list[bool]]:
+    model = LogsShadowing()
+    strategy = DDPStrategy(exact_evaluation=True, uneven_inputs="join")
+    trainer = make_trainer(strategy, max_epochs=1, val_check_interval=1, num_sanity_val_steps=0)
+    trainer.fit(model, val_dataloaders=loader_of(3, 1))
+    return model.shadowed
+
+
+@pytest.mark.processes
+def test_a_rank_that_shadows_training_steps_evaluates_its_samples() -> None:
+    first, second = run_ranks(shadowed_steps_of_both)
+    assert first == {"train": [False] * 4, "validate": [False] * 8}
+    assert second == {"train": [False, False, True, True], "validate": [False] * 4}  # shadowed ones are taken back
+
+
+class GathersRows(Scores):
+    """Gathers tensors of different lengths, which Horovod concatenates."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rows = [self.all_gather(batch[0]).flatten().tolist()]
+        self.rows = [*getattr(self, "rows", []), *rows]
+
+
+def rows_over_horovod(number: int, batch_size: int) -> list[list[int]]:
+    model = GathersRows()
+    make_trainer(HorovodStrategy(exact_evaluation=True)).validate(model, loader_of(number, batch_size), verbose=False)
+    return model.rows
 
 
 def evaluate_over_horovod(world_size: int) -> list[dict[str, Any]]:
-    from lightning_strategies_ext import HorovodStrategy
-
     def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return evaluate(
             HorovodStrategy(exact_evaluation=True) if world_size > 1 else "auto", world_size, *args, **kwargs
@@ -325,10 +378,14 @@ def evaluate_over_horovod(world_size: int) -> list[dict[str, Any]]:
         *(run(loader_of(number, batch_size)) for number, batch_size in [(101, 7), (1, 1), (5, 1)]),
         run([loader_of(8, 2), loader_of(1, 2)], stage="test"),
         *(run(loader_of(number, 1), **FIT) for number in (1, 5)),
+        *([rows_over_horovod(3, 7), rows_over_horovod(3, 1)] if world_size > 1 else []),
     ]
 
 
 @pytest.mark.processes
 def test_horovods_ranks() -> None:
-    for one, *ranks in zip(evaluate_over_horovod(1), *run_horovod("horovodrun", evaluate_over_horovod, 2), strict=True):
+    first, second = run_horovod("horovodrun", evaluate_over_horovod, 2)
+    for one, *ranks in zip(evaluate_over_horovod(1), first, second, strict=False):
         assert_equal_to_one_device(one, ranks)
+    assert first[-2:] == [[[0, 2, 1]], [[0, 1], [2]]]
+    assert second[-2:] == [[[0, 2, 1]], [[0, 1]]]
