@@ -26,12 +26,15 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
+from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.uneven.control import GradientExchange
 from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
 from lightning_strategies_ext.uneven.step_state import EvaluationStateSnapshot
 
 #: Number of dimensions whose sizes ranks compare before they gather a tensor.
 _MAX_DIMENSIONS = 15
+#: Number of different shapes that an error lists.
+_MAX_SHAPES_LISTED = 4
 
 
 class Stage(Protocol):
@@ -222,7 +225,7 @@ class ExactEvaluation(ShadowedSteps):
                 return
             before = EvaluationStateSnapshot(self._trainer)
             try:
-                with isolate_rng():
+                with isolate_rng(include_cuda=self._device.type == "cuda"):
                     yield
             finally:
                 before.restore()
@@ -250,7 +253,9 @@ class ExactEvaluation(ShadowedSteps):
         shapes = self._gather_shapes(tensor)
         is_ragged = len(set(shapes)) > 1
         if is_ragged and not (self._collectives.gathers_different_lengths and _differ_in_length(shapes)):
-            listed = ", ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes[:8]))
+            ranks_of = {shape: [rank for rank, other in enumerate(shapes) if other == shape] for shape in shapes}
+            shown = [f"{list(shape)} on {format_ranks(ranks)}" for shape, ranks in ranks_of.items()]
+            listed = ", ".join(shown[:_MAX_SHAPES_LISTED])
             raise ValueError(
                 f"`all_gather`: the ranks have tensors of different shapes ({listed}). With `exact_evaluation=True`,"
                 " ranks may have different numbers of samples. Pad the tensors to the same shape, gather sums and"

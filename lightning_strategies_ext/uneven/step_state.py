@@ -82,12 +82,17 @@ class EvaluationStateSnapshot:
                 trainer_logging.drop_values(metric)
 
 
+#: Number of items of a container up to which the contents of its items are copied, too.
+MAX_ITEMS_WITH_CONTENTS = 1000
+
+
 class ContentsSnapshot:
     """Copy of the attributes of objects, as of its creation.
 
     It also contains the items of the lists, dicts, sets, and deques among the attributes, of those within them, and
     the values of the tensors and arrays that are attributes or values of dicts, except parameters. It has no copy of
-    the contents of other objects, or of the values of the tensors in a list, which may be as large as a dataset.
+    the contents of other objects, of the values of the tensors in a list, or of what is within a container of more
+    than :data:`MAX_ITEMS_WITH_CONTENTS` items, which may be as large as a dataset.
 
     Args:
         owners: The objects.
@@ -104,7 +109,8 @@ class ContentsSnapshot:
             known.add(id(value))
             if isinstance(value, dict):
                 self._saved.append((value, list(value.items())))
-                waiting += value.values()
+                if len(value) <= MAX_ITEMS_WITH_CONTENTS:
+                    waiting += value.values()
             elif isinstance(value, Tensor):
                 if not isinstance(value, Parameter) and value.layout is torch.strided and not is_lazy(value):
                     self._saved.append((value, value.detach().clone()))
@@ -114,7 +120,8 @@ class ContentsSnapshot:
                 items = list(value)
                 if not isinstance(value, tuple):
                     self._saved.append((value, items))
-                waiting += [item for item in items if isinstance(item, _CONTAINERS)]
+                if len(items) <= MAX_ITEMS_WITH_CONTENTS:
+                    waiting += [item for item in items if isinstance(item, _CONTAINERS)]
 
     def restore(self) -> None:
         """Restores the attributes. Objects that have not changed are not written to."""

@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Scores], str]] = {
     "ragged": (
         lambda: loader_of(5, 7),
         Ragged,
-        r"different shapes \(rank 0: \[3\], rank 1: \[2\]\).*exact_evaluation=True",
+        r"different shapes \(\[3\] on rank 0, \[2\] on rank 1\).*exact_evaluation=True",
     ),
     "iterator": (lambda: loader_of(5, 1), Iterates, "takes `dataloader_iter`"),
     "parallel": (lambda: CombinedLoader([loader_of(5, 1)] * 2, "max_size"), Scores, "mode='sequential'"),

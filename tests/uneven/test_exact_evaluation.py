@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext.uneven.exact_evaluation import EvaluationFetcher
-from lightning_strategies_ext.uneven.step_state import ContentsSnapshot
+from lightning_strategies_ext.uneven.step_state import MAX_ITEMS_WITH_CONTENTS, ContentsSnapshot
 
 
 class Batches:
@@ -118,14 +118,18 @@ def test_contents_of_attributes_are_restored_in_the_same_objects(mode: Any) -> N
     assert torch.equal(owner.tensors["a"], torch.ones(2))
 
 
-def test_parameters_and_tensors_in_lists_are_not_copied() -> None:
+def test_parameters_tensors_in_lists_and_contents_of_large_containers_are_not_copied() -> None:
     owner = Owner()
+    owner.nested = [[] for _ in range(MAX_ITEMS_WITH_CONTENTS + 1)]
     snapshot = ContentsSnapshot([owner])
     with torch.no_grad():
         owner.parameter += 1
         owner.in_list[0] += 1
+    owner.nested[0].append(1)
+    owner.nested.append([])
     snapshot.restore()
-    assert (owner.parameter.item(), owner.in_list[0].item()) == (2, 2)
+    assert (owner.parameter.item(), owner.in_list[0].item(), owner.nested[0]) == (2, 2, [1])
+    assert len(owner.nested) == MAX_ITEMS_WITH_CONTENTS + 1
 
 
 def test_what_has_not_changed_is_not_written_to() -> None:
