@@ -30,6 +30,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
 from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputs, UnevenInputsController
+from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
 LOCAL_REASON_TIMEOUT_S = 0.75
@@ -122,6 +123,7 @@ class StageContext:
         self.gradient_exchange: GradientExchange | None = None
         self.parameter_tracker: ParameterTracker | None = None
         self.uneven_inputs: UnevenInputsController | None = None
+        self._shadowed_steps: ShadowedSteps | None = None
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
         self.batch_progress: BatchProgress | None = None
@@ -143,6 +145,23 @@ class StageContext:
         if self._collectives is None:
             self._collectives = self._create_collectives()
         return self._collectives
+
+    @property
+    def shadowed_steps(self) -> ShadowedSteps | None:
+        """Steps that ranks without another batch may shadow: those of ``fit`` or of an evaluation.
+
+        None if there are none, or if the collectives of this rank are local.
+        """
+        return self._shadowed_steps if self.local_collectives is None else None
+
+    @shadowed_steps.setter
+    def shadowed_steps(self, steps: ShadowedSteps | None) -> None:
+        self._shadowed_steps = steps
+
+    def gatherer(self, collectives: Collectives) -> Collectives | ShadowedSteps:
+        """Returns the object that gathers tensors: the given collectives, or the current steps if they handle it."""
+        steps = self.shadowed_steps
+        return collectives if steps is None or not steps.handles_all_gather else steps
 
     def compare_gradients(self) -> None:
         """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
@@ -237,7 +256,7 @@ class StageContext:
         """
         if self.size == 1:
             return None
-        inputs = self.uneven_inputs = UnevenInputsController(
+        inputs = self.uneven_inputs = self.shadowed_steps = UnevenInputsController(
             mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
         )
         return (lambda tensor: inputs.handles_reduce(tensor, None)) if mode == "join" else None
@@ -343,6 +362,7 @@ class StageContext:
             if part is not None:
                 part.close()
         self.gradient_exchange = self.parameter_tracker = self.uneven_inputs = self.evaluation = None
+        self._shadowed_steps = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The rest belongs to this process: a worker enters the stage itself.

@@ -1,14 +1,40 @@
 """Private names with which the Trainer's loops get their batches."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from math import inf
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_strategies_ext._lightning._patching import replace_method
+
+
+class ExactSteps(Protocol):
+    """Evaluation steps that ranks with fewer batches shadow, see :mod:`.uneven.exact_evaluation`.
+
+    Attributes:
+        local: Numbers of batches of this rank, by DataLoader.
+    """
+
+    local: list[int]
+
+    def agree(self, numbers: Sequence[float], are_shards: Sequence[bool], *, is_sequential: bool) -> list[int] | None:
+        """Returns the number of steps of each DataLoader. Collective: all ranks call it."""
+
+    def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
+        """Returns an object that replaces Lightning's fetcher in an evaluation."""
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Returns a context manager for a step and its hooks."""
+
+    def around_evaluation(self) -> AbstractContextManager[None]:
+        """Returns a context manager for a whole evaluation."""
 
 
 def data_sources(trainer: Any) -> list[Any]:
@@ -64,7 +90,94 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
     return replace_method(connector, "_resolve_sampler", resolve)
 
 
-def evaluate_without_data(trainer: Any, count_ranks: Callable[[list[bool]], list[int]]) -> Callable[[], None]:
+def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], None]:
+    """Makes the DataLoaders of an evaluation have shards without repeated samples, some of which may be empty.
+
+    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, and warns of repeated samples.
+    ``total_size`` and ``num_samples`` of torch's ``DistributedSampler`` determine how many samples it repeats. A rank
+    without samples is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices``
+    after the samplers exist (2.5 to 2.6).
+
+    Args:
+        trainer: The Trainer.
+        shards: Set to which the samplers are added.
+
+    Returns:
+        A function that reverts the change.
+    """
+    connector = trainer._data_connector
+    resolve_sampler = connector._resolve_sampler
+
+    def resolve(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        is_evaluating = mode in (RunningStage.VALIDATING, RunningStage.TESTING)
+        if not is_evaluating or not connector._requires_distributed_sampler(dataloader):
+            return resolve_sampler(dataloader, shuffle, mode)
+        settings = {"mode": mode, "overfit_batches": trainer.overfit_batches}
+        sampler: Any = _get_distributed_sampler(dataloader, shuffle, **settings, **trainer.distributed_sampler_kwargs)
+        sampler.total_size = len(sampler.dataset)
+        sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+        shards.add(sampler)
+        trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+        return sampler
+
+    return replace_method(connector, "_resolve_sampler", resolve)
+
+
+def shadow_evaluation_steps(trainer: Any, steps: ExactSteps) -> ExitStack:
+    """Makes ranks with fewer batches shadow the steps of an evaluation, and the hooks of these steps.
+
+    ``reset`` creates the fetcher and limits it to ``max_batches`` batches, ``_evaluation_step`` runs a step with its
+    hooks, and ``run`` a whole evaluation (2.5 to 2.6).
+
+    Returns:
+        A stack that reverts the changes.
+    """
+    loop = _evaluation_loop_of(trainer)
+    reset, run_step, run = loop.reset, loop._evaluation_step, loop.run
+
+    def reset_and_shadow() -> None:
+        if not steps.local:
+            reset()
+            return
+        num_steps, loop._max_batches = loop._max_batches, [*steps.local]
+        try:
+            reset()
+        finally:
+            loop._max_batches = num_steps
+        limit = trainer.num_sanity_val_steps if trainer.sanity_checking else inf
+        draws_for_the_step = not isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher)
+        loop._data_fetcher = steps.shadow(loop._data_fetcher, limit, draws_for_the_step=draws_for_the_step)
+
+    def run_step_in_context(*args: Any) -> None:
+        with steps.around_step():
+            run_step(*args)
+
+    def run_in_context() -> Any:
+        with steps.around_evaluation():
+            return run()
+
+    stack = ExitStack()
+    stack.callback(replace_method(loop, "reset", reset_and_shadow))
+    stack.callback(replace_method(loop, "_evaluation_step", run_step_in_context))
+    stack.callback(replace_method(loop, "run", run_in_context))
+    return stack
+
+
+def _evaluation_loop_of(trainer: Any) -> Any:
+    return {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]
+
+
+def evaluate_without_data(
+    trainer: Any,
+    count_ranks: Callable[[list[bool]], list[int]],
+    exact: ExactSteps | None = None,
+    shards: Container[Any] = (),
+) -> Callable[[], None]:
     """Makes a rank without batches run the hooks of an evaluation for which other ranks have batches.
 
     A loop runs no hook if the sum of its ``max_batches`` is 0. ``setup_data`` creates a new list of them, and rejects a
@@ -75,17 +188,14 @@ def evaluate_without_data(trainer: Any, count_ranks: Callable[[list[bool]], list
         trainer: The Trainer.
         count_ranks: Collective that returns, for each flag, on how many ranks it is True. It receives whether this rank
             has batches: one flag per DataLoader if the loop runs them one after the other, otherwise one.
+        exact: Steps that make all ranks run equally many, if the samples are sharded without repetition.
+        shards: Samplers of the shards.
 
     Returns:
         A function that reverts the change.
     """
     is_predicting = trainer.state.fn == TrainerFn.PREDICTING
-    loop = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }[trainer.state.fn]
+    loop = _evaluation_loop_of(trainer)
     module, datamodule = trainer.lightning_module, trainer.datamodule
     setup_data, seen = loop.setup_data, None
 
@@ -100,11 +210,17 @@ def evaluate_without_data(trainer: Any, count_ranks: Callable[[list[bool]], list
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches
-        if max_batches is seen or not is_allowed:
+        if max_batches is seen or not (is_allowed or exact):
             return
         seen = max_batches
         loader = loop._combined_loader
         is_sequential = loader is not None and loader._mode == "sequential"
+        if exact is not None and loader is not None:
+            are_shards = [_sampler_of(each) in shards for each in loader.flattened]
+            steps = exact.agree(max_batches, are_shards, is_sequential=is_sequential or len(max_batches) == 1)
+            if steps is not None:
+                max_batches[:] = steps
+                return
         has_batches = [num > 0 for num in max_batches] if is_sequential else [sum(max_batches) > 0]
         if any(count_ranks(has_batches)) and not any(has_batches):
             max_batches[:] = [1] * len(max_batches)
@@ -112,16 +228,30 @@ def evaluate_without_data(trainer: Any, count_ranks: Callable[[list[bool]], list
     return replace_method(loop, "setup_data", setup_data_of_all_ranks)
 
 
-def evaluate_together(trainer: Any, count_ranks: Callable[[list[bool]], list[int]]) -> ExitStack:
+def _sampler_of(loader: Any) -> Any:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
+
+
+def evaluate_together(
+    trainer: Any, count_ranks: Callable[[list[bool]], list[int]], exact: ExactSteps | None = None
+) -> ExitStack:
     """Makes ranks without batches run the hooks of an evaluation, with the arguments of :func:`evaluate_without_data`.
 
     Returns:
         A stack that reverts the changes.
     """
     stack = ExitStack()
-    stack.callback(evaluate_without_data(trainer, count_ranks))
     if trainer.state.fn == TrainerFn.PREDICTING:
+        stack.callback(evaluate_without_data(trainer, count_ranks))
         stack.callback(predict_with_few_samples(trainer))
+    elif exact is None:
+        stack.callback(evaluate_without_data(trainer, count_ranks))
+    else:
+        shards: WeakSet[Any] = WeakSet()
+        stack.callback(evaluate_without_data(trainer, count_ranks, exact, shards))
+        stack.callback(shard_without_repeats(trainer, shards))
+        stack.callback(shadow_evaluation_steps(trainer, exact).close)
     return stack
 
 
@@ -170,10 +300,15 @@ def reset_training_loaders(trainer: Any) -> None:
     _forget_loaders(trainer.fit_loop)
 
 
+def reset_validation_loaders(trainer: Any) -> None:
+    """Makes ``fit`` create new validation DataLoaders."""
+    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+
+
 def reset_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new DataLoaders for training and validation."""
     reset_training_loaders(trainer)
-    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+    reset_validation_loaders(trainer)
 
 
 def _forget_loaders(loop: Any) -> None:

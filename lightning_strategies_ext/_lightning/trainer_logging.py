@@ -326,6 +326,25 @@ def keep_key(metric: Any) -> None:
         metric.has_reset = False
 
 
+def current_results(trainer: Any) -> list[Any]:
+    """Returns the metrics of the keys of ``self.log`` of the current loop, ``Trainer._results`` (2.5 to 2.6)."""
+    return list((trainer._results or {}).values())
+
+
+def drop_values(metric: Any) -> None:
+    """Drops what this rank has logged under a key that other ranks have, too; ``reset`` would reset a user's metric."""
+    metric._forward_cache = metric._computed = None
+    metric.has_reset = False
+    if metric.is_tensor:
+        metric.reset()
+        keep_key(metric)
+
+
+def owners_of_values(trainer: Any) -> list[Any]:
+    """Returns the objects with the position and the values of ``self.log``, ``_logger_connector`` (2.5 to 2.6)."""
+    return [trainer._logger_connector]
+
+
 def logged_sums(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """Returns the position of ``self.log`` and its sums of this epoch, by the keys of ``_results`` (2.5 to 2.6)."""
     results = trainer.fit_loop.epoch_loop._results

@@ -63,6 +63,8 @@ class Collectives(ABC):
     extra_reduce_ops: dict[str, str] = {}  # noqa: RUF012
     #: Whether only this rank takes part, so that a reduction returns its input.
     is_local = False
+    #: Whether :meth:`all_gather` concatenates tensors whose first dimensions differ.
+    gathers_different_lengths = False
     #: Dtypes of tensors that the engine reduces in place.
     native_dtypes: frozenset[torch.dtype] = NATIVE
 

@@ -37,6 +37,7 @@ class HorovodCollectives(Collectives):
     """
 
     extra_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
+    gathers_different_lengths = True
     native_dtypes = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
     def rank(self, group: Any = None) -> int | None:

@@ -90,8 +90,7 @@ class HorovodGradientExchange:
         self._hook_of_loss: RemovableHandle | None = None
         self._is_queued = False  # whether autograd will call `_end_pass` at the end of the pass
         self._num_finished = 0  # passes with an exchange, within one backward pass of the strategy
-        #: Records each exchange, or None.
-        self.observer: ExchangeObserver | None = None
+        self.observer: ExchangeObserver | None = None  # records each exchange
         self._begun_at_ns = self._num_bytes = 0
         self._saved_gradients: dict[Parameter, Tensor | None] | None = None
         self._has_own = False  # whether earlier backward passes have left local gradients
@@ -252,6 +251,9 @@ class HorovodGradientExchange:
         if self.broadcast_buffers is not None and self.contributors and self.contributors[0]:
             self.broadcast_buffers(self.contributors[0])
 
+    def sync_buffers_of_forward(self) -> None:
+        """A no-op: a forward pass exchanges nothing."""
+
     def close(self) -> None:
         """Removes the hooks from the parameters."""
         for hook in self._hooks.values():
@@ -382,8 +384,7 @@ def summable(tensor: Tensor) -> Tensor:
 
 
 def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Parameter, list[Parameter]]:
-    # The backward pass computes gradients from the last layer to the first.
-    parameters = parameters[::-1]
+    parameters = parameters[::-1]  # a backward pass computes gradients from the last layer to the first
     most = len(parameters) if num_groups is None else -(-len(parameters) // num_groups) if num_groups else 1
     groups: list[list[Parameter]] = []
     for parameter in parameters:

@@ -83,6 +83,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         compression: Compression of the exchange, for slow networks: a name, or an object with parameters such as
             ``PowerSGD(rank=2)``; see :mod:`.compression.config`.
         checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
+        exact_evaluation: Whether every sample counts once in evaluations, see :mod:`.uneven.exact_evaluation`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is True by
             default. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
@@ -95,8 +96,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         RuntimeError: If torch was built without the requested backend.
 
     Example::
-
-        from lightning_strategies_ext import DDPStrategy
 
         trainer = Trainer(strategy=DDPStrategy(static_graph=True, timeout=timedelta(minutes=5)), devices=2)
     """
@@ -121,6 +120,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         uneven_inputs: UnevenInputs = "error",
         compression: compressions.CompressionName | compressions.Compression | None = None,
         checks: ChecksOptions | None = None,
+        exact_evaluation: bool = False,
         **kwargs: Any,
     ) -> None:
         check_mode(uneven_inputs)
@@ -130,7 +130,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         exchange = resolve_exchange(kwargs, hook, compression, uneven_inputs, checks, is_elastic=self._is_elastic)
         self._gradient_sync, self._tunes_buckets = exchange
         plugins = cluster_environment, checkpoint_io, precision_plugin
-        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks, exact_evaluation)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend

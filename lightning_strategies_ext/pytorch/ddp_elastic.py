@@ -136,6 +136,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
+        self._reset_repeating_loaders(trainer)
         super()._begin_stage(trainer)
 
     @override

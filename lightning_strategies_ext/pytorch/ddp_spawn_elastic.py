@@ -248,6 +248,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         )
         self.configure_ddp()
         self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+        self._begin_evaluations(trainer)
         self._start_stop_agreement(trainer)
 
     @override

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.elastic.commit import Commit
@@ -26,6 +27,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.stopping import describe_step
+from lightning_strategies_ext.uneven.exact_evaluation import evaluate_together
 
 
 class ElasticStrategy(ParallelStrategy, ABC):
@@ -67,6 +69,18 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Makes this rank take part in the collectives of its world from now on."""
         self.membership.has_joined = True
         self._stage_context.local_collectives = None
+
+    def _begin_evaluations(self, trainer: "pl.Trainer") -> None:
+        """Makes the evaluations of a world count every sample once, with ``exact_evaluation=True``."""
+        self._reset_repeating_loaders(trainer)
+        if self._exact_evaluation:
+            context, settings = self._stage_context, (self._logged_values, self.root_device)
+            context.evaluation = evaluate_together(trainer, context, *settings, is_exact=True)
+
+    def _reset_repeating_loaders(self, trainer: "pl.Trainer") -> None:
+        # The sanity check, which a rank runs without peers, has created DataLoaders that repeat samples.
+        if self._exact_evaluation and self._fit is not None:
+            trainer_data.reset_validation_loaders(trainer)
 
     @contextmanager
     def with_local_collectives(self) -> Generator[None, None, None]:

@@ -72,8 +72,7 @@ class HorovodStrategy(ParallelStrategy):
         process_set: Ranks that exchange gradients; all ranks if None.
         uneven_inputs: Reaction to different numbers of training batches. "error" raises on all ranks, "stop" ends the
             epoch with the first rank that runs out, "join" trains on all batches. See :mod:`.uneven.control`.
-        elastic: Whether ranks may fail, leave, and join during ``fit``: True creates a
-            :class:`.HorovodElasticStrategy`.
+        elastic: Whether ranks may change during ``fit``: True creates a :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: Argument of :class:`.HorovodElasticStrategy`.
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``. All
             ranks then exit with an error that contains their stacks; in elastic training, the inactive rank is killed.
@@ -81,6 +80,7 @@ class HorovodStrategy(ParallelStrategy):
         broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
             each rank trains with its own buffers, and receives rank 0's before each evaluation and checkpoint.
         checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
+        exact_evaluation: Whether every sample counts once in evaluations, see :mod:`.uneven.exact_evaluation`.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
@@ -116,6 +116,7 @@ class HorovodStrategy(ParallelStrategy):
         hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
         checks: ChecksOptions | None = None,
+        exact_evaluation: bool = False,
     ) -> None:
         self._options = HorovodExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
@@ -129,11 +130,10 @@ class HorovodStrategy(ParallelStrategy):
         check_can_skip(checks, self._options.unequal_argument, "uneven_inputs='join'" if joins else None)
         runtime.check_installed()
         plugins = environment.environment_of_launcher(), checkpoint_io, precision_plugin
-        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks)
+        super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks, exact_evaluation)
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate, self._uneven_inputs = scale_learning_rate, uneven_inputs
-        self._has_equal_models = process_set is None
-        self._has_work_before_step = broadcast_buffers
+        self._has_equal_models, self._has_work_before_step = process_set is None, broadcast_buffers
         self._are_buffers_stale = True
         self._deltas: AdasumExchange | None = None
         self._undo = ExitStack()  # what the stage has replaced: metrics and batch normalization

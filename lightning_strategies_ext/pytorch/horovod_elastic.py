@@ -140,6 +140,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         must_stop = self._fit is None and self.reduce_boolean_decision(
             self._stage_context.coordinated_stop.was_requested, all=False
         )
+        self._begin_evaluations(trainer)
         self._start_stop_agreement(trainer, is_requested=must_stop)
 
     @override

@@ -68,10 +68,12 @@ def compute(metric: Metric, states_of_ranks: Sequence[Sequence[Tensor]]) -> None
     """
     states = map(_with_equal_types, zip(*states_of_ranks, strict=True))
     metric.dist_sync_fn = lambda tensor, group=None: next(states)
+    # torchmetrics warns of a metric without updates, but other ranks may have some.
+    num_updates, metric._update_count = metric._update_count, max(metric._update_count, 1)
     try:
         metric.compute()
     finally:
-        metric.dist_sync_fn = None
+        metric.dist_sync_fn, metric._update_count = None, num_updates
 
 
 def to_bytes(states: Sequence[Sequence[Tensor]]) -> Tensor:

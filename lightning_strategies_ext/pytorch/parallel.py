@@ -21,9 +21,9 @@ from torch.distributed import Store
 from typing_extensions import Self, override
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext._lightning import samplers, strategy_parts, trainer_data, trainer_logging, trainer_stages
+from lightning_strategies_ext._lightning import samplers, strategy_parts, trainer_logging, trainer_stages
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
-from lightning_strategies_ext.checks import ChecksOptions, check_checks
+from lightning_strategies_ext.checks import ChecksOptions, check_checks, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.arguments import elastic_class_of
 from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
@@ -41,6 +41,7 @@ from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import EngineGroup, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
+from lightning_strategies_ext.uneven.exact_evaluation import evaluate_together
 
 T = TypeVar("T")
 
@@ -51,9 +52,8 @@ _NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitExc
 class ParallelStrategy(LightningParallelStrategy, ABC):
     """Base class of the Trainer's multi-process strategies.
 
-    Subclasses of Lightning's ``ParallelStrategy`` can derive from this class without changes. They implement the
-    abstract ``root_device`` and ``model_to_device``. The collectives use torch.distributed unless a subclass overrides
-    them.
+    Subclasses of Lightning's ``ParallelStrategy`` can derive from this class without changes. They implement
+    ``root_device`` and ``model_to_device``. The collectives use torch.distributed unless a subclass overrides them.
 
     Args:
         accelerator: Accelerator; from ``Trainer(accelerator=...)`` if None.
@@ -65,6 +65,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             ranks then exit with an error that contains their stacks. With None, only the timeout of the backend
             applies.
         checks: Options of the checks that ranks agree during ``fit``, see :class:`.ChecksOptions`; all checks if None.
+        exact_evaluation: Whether every sample counts once in evaluations, see :mod:`.uneven.exact_evaluation`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -73,9 +74,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     Example::
 
         class MyStrategy(lightning_strategies_ext.ParallelStrategy):
-            @property
-            def root_device(self):
-                return self.parallel_devices[self.local_rank]
+            root_device = property(lambda self: self.parallel_devices[self.local_rank])
 
             def model_to_device(self):
                 self.model.to(self.root_device)
@@ -91,7 +90,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         precision_plugin: Precision | None = None,
         hang_timeout: float | timedelta | None = arguments.DEFAULT_HANG_TIMEOUT,
         checks: ChecksOptions | None = None,
+        exact_evaluation: bool = False,
     ) -> None:
+        self._exact_evaluation = check_flag("exact_evaluation", exact_evaluation)
         self._hang_timeout_s = arguments.check_hang_timeout(hang_timeout)
         self._checks = check_checks(checks, is_elastic=self._is_elastic)
         check_arguments(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -155,8 +156,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @property
     def is_shadowing(self) -> bool:
         """Whether this rank has run out of batches and repeats its last batch without effect."""
-        inputs = self._stage_context.uneven_inputs
-        return inputs is not None and inputs.is_shadowing
+        steps = self._stage_context.shadowed_steps
+        return steps is not None and steps.is_shadowing
 
     # --- interface of monitors ---
 
@@ -226,16 +227,16 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over the ranks that have batches (``uneven_inputs``), see :meth:`.Collectives.reduce`."""
-        context, inputs = self._stage_context, self._stage_context.uneven_inputs
-        if inputs is not None and context.local_collectives is None and inputs.handles_reduce(tensor, group):
-            return inputs.reduce(tensor, self.collectives.normalize_op(reduce_op))
+        """Reduces a tensor over the ranks that do not shadow the current step, see :meth:`.Collectives.reduce`."""
+        steps = self._stage_context.shadowed_steps
+        if steps is not None and steps.handles_reduce(tensor, group):
+            return steps.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._active_collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor per rank, see :meth:`.Collectives.all_gather`."""
-        return self._active_collectives.all_gather(tensor, group, sync_grads)
+        """Gathers one tensor per rank, see :meth:`.Collectives.all_gather` and :meth:`.ExactEvaluation.all_gather`."""
+        return self._stage_context.gatherer(self._active_collectives).all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -365,8 +366,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         context = self._stage_context
         self._start_stop_agreement(trainer)
         context.handle_stage_exits(is_job=self._worker is None)
-        if context.size > 1:
-            context.evaluation = trainer_data.evaluate_together(trainer, self._logged_values.count_evaluating)
+        settings = self._logged_values, self.root_device
+        context.evaluation = evaluate_together(trainer, context, *settings, is_exact=self._exact_evaluation)
 
     def _start_stop_agreement(self, trainer: "pl.Trainer", *, is_requested: bool | None = None) -> None:
         """Makes a SIGTERM on any rank stop all ranks before the same step. Collective: all ranks call it.

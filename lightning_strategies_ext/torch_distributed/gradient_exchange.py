@@ -149,11 +149,20 @@ class DDPGradientExchange:
         contributors, model = self.contributors, self._model
         if not contributors or contributors[0] == 0 or not model.broadcast_buffers:
             return
+        self._broadcast_buffers(contributors[0])
+
+    def sync_buffers_of_forward(self) -> None:
+        """Broadcasts rank 0's buffers, if DDP's next forward pass would. Collective: all ranks call it."""
+        if self._model.will_sync_module_buffers():
+            self._broadcast_buffers(0)
+
+    def _broadcast_buffers(self, src: int) -> None:
+        model = self._model
         # `data` bypasses autograd, which may need the overwritten values for gradients of a step that does not count.
         buffers = [
             buffer.data for name, buffer in model.module.named_buffers() if name not in model.parameters_to_ignore
         ]
-        works = [dist.broadcast(buffer, contributors[0], async_op=True) for buffer in buffers]
+        works = [dist.broadcast(buffer, src, async_op=True) for buffer in buffers]
         for work in works:
             work.wait()
 

@@ -29,11 +29,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.uneven.even_fetcher import ADVICE, CurrentBatch, EvenFetcher
+from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
 from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
 
 UnevenInputs = Literal["error", "stop", "join"]
@@ -65,8 +67,11 @@ class GradientExchange(Protocol):
     def sync_buffers(self) -> None:
         """Broadcasts a contributor's buffers, if ranks use the buffers of rank 0 and rank 0 does not contribute."""
 
+    def sync_buffers_of_forward(self) -> None:
+        """Broadcasts rank 0's buffers, if the next forward pass would. Collective: all ranks call it."""
 
-class UnevenInputsController:
+
+class UnevenInputsController(ShadowedSteps):
     """Synchronizes the training loops of all ranks during one ``fit``.
 
     Args:
@@ -96,13 +101,10 @@ class UnevenInputsController:
         world_size: int,
         device: torch.device,
     ) -> None:
+        super().__init__(collectives, rank, world_size, device)
         self._mode = mode
         self._trainer = trainer
-        self._collectives = collectives
         self._exchange = exchange
-        self._rank = rank
-        self._world_size = world_size
-        self._device = device
         self._with_next: list[int] | None = None  # ranks with another batch, as of the last transfer; None for all
         self._last_exchanged = 0  # number of the batch
         self._lengths: list[float] = []
@@ -128,8 +130,8 @@ class UnevenInputsController:
         return self._fetcher is not None
 
     @property
+    @override
     def is_shadowing(self) -> bool:
-        """Whether this rank repeats its last batch without effect."""
         return self._batch.is_shadow
 
     # --- around a training step ---
@@ -171,38 +173,11 @@ class UnevenInputsController:
     def _is_exchanged(self) -> bool:
         return self._exchange is None or not self._exchange.is_held_back
 
+    @override
     def handles_reduce(self, tensor: Any, group: Any) -> bool:
-        """Whether a reduction belongs to a training step that some ranks may shadow; the same on all ranks."""
         if self._mode != "join" or not self._is_in_step or group is not None or not isinstance(tensor, Tensor):
             return False
         return inf in self._lengths or self._batch.number > min(self._lengths, default=inf)
-
-    def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Reduces a tensor over the ranks that do not shadow; over all ranks if all shadow, at the end of a window.
-
-        Args:
-            tensor: Tensor of any shape and dtype, the same on all ranks.
-            op: "mean", "sum", "min", "max" or "product".
-        """
-        tensor = tensor.detach()
-        if op in ("sum", "product"):
-            part = torch.full_like(tensor, int(op == "product")) if self._batch.is_shadow else tensor.clone()
-            reduced: Tensor = self._collectives.reduce(part, None, op)
-            return reduced
-        values = tensor.reshape(-1)
-        if op == "mean" and not tensor.is_floating_point():
-            values = values.to(torch.get_default_dtype())
-        counted = torch.full_like(values, _neutral(op, values.dtype)) if self._batch.is_shadow else values
-        # Whether any rank contributes; for a mean, the number of contributing ranks.
-        mark = values.new_full((1,), int(self._batch.is_shadow == (op == "min")))
-        parts: Tensor = self._collectives.reduce(
-            torch.cat([counted, values, mark]), None, "sum" if op == "mean" else op
-        )
-        counted, of_all, mark = parts.split([len(values), len(values), 1])
-        if op == "mean":
-            counted, of_all = counted / mark, of_all / self._world_size
-        does_any_count = mark == 0 if op == "min" else mark > 0
-        return torch.where(does_any_count, counted, of_all).view(tensor.shape)
 
     # --- how many batches there are ---
 
@@ -380,14 +355,3 @@ def check_mode(uneven_inputs: Any) -> None:
 def _draws_for_the_step(fetcher: Any) -> bool:
     """Whether a fetcher returns batches, instead of an iterator over them (``dataloader_iter``)."""
     return hasattr(fetcher, "batches")
-
-
-def _neutral(op: str, dtype: torch.dtype) -> Any:
-    """Returns the neutral element of a reduction."""
-    if op == "mean":
-        return 0
-    if dtype.is_floating_point:
-        return inf if op == "min" else -inf
-    if dtype == torch.bool:
-        return op == "min"
-    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min

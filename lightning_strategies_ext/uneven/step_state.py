@@ -1,17 +1,21 @@
-"""State that a training step changes besides weights and gradients: metrics, values logged per epoch, buffers."""
+"""State that a step changes besides weights and gradients: metrics, logged values, buffers, attributes."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.parameter import Parameter, is_lazy
 from torchmetrics import Metric
 
 from lightning_strategies_ext._lightning import trainer_logging
 
 
 class StepStateSnapshot:
-    """Copy of this state, as of its creation.
+    """Copy of the metrics, the values logged per epoch, and the buffers of a training step, as of its creation.
 
     Args:
         trainer: The Trainer, in ``fit``.
@@ -43,6 +47,110 @@ class StepStateSnapshot:
         for module in self._trainer.lightning_module.modules():
             if isinstance(module, Metric):
                 yield module
+
+
+class EvaluationStateSnapshot:
+    """Copy of the state that an evaluation step and its hooks change, as of its creation.
+
+    It contains the attributes of the LightningModule, its submodules, and the callbacks, see
+    :class:`ContentsSnapshot`, and logged values.
+
+    Args:
+        trainer: The Trainer, in an evaluation.
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        self._trainer = trainer
+        # The callbacks of this package observe the steps that run, also without effect.
+        package = __name__.partition(".")[0]
+        callbacks = [each for each in trainer.callbacks if not type(each).__module__.startswith(package)]  # type: ignore[attr-defined]
+        logged = trainer_logging.current_results(trainer)
+        self._with_values = {id(metric) for metric in logged if not metric.has_reset}
+        owners = [*trainer.lightning_module.modules(), *callbacks, *logged, *trainer_logging.owners_of_values(trainer)]
+        self._contents = ContentsSnapshot(owners)
+
+    def restore(self) -> None:
+        """Restores this state. Keys of ``self.log`` that are new in this evaluation have no value of this rank."""
+        logged = [metric for metric in trainer_logging.current_results(self._trainer) if not metric.has_reset]
+        modules = self._trainer.lightning_module.modules()
+        updated = [module for module in modules if isinstance(module, Metric) and module._computed is None]
+        self._contents.restore()
+        for metric in updated:
+            metric._computed = None  # not the result of an earlier computation: other ranks have updates
+        for metric in logged:
+            if id(metric) not in self._with_values:
+                trainer_logging.drop_values(metric)
+
+
+#: Number of items of a container up to which the contents of its items are copied, too.
+MAX_ITEMS_WITH_CONTENTS = 1000
+
+
+class ContentsSnapshot:
+    """Copy of the attributes of objects, as of its creation.
+
+    It also contains the items of the lists, dicts, sets, and deques among the attributes, of those within them, and
+    the values of the tensors and arrays that are attributes or values of dicts, except parameters. It has no copy of
+    the contents of other objects, of the values of the tensors in a list, or of what is within a container of more
+    than :data:`MAX_ITEMS_WITH_CONTENTS` items, which may be as large as a dataset.
+
+    Args:
+        owners: The objects.
+    """
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._saved: list[tuple[Any, Any]] = []
+        known: set[int] = set()
+        waiting: list[Any] = [vars(owner) for owner in owners]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in known or not isinstance(value, _COPIED):
+                continue
+            known.add(id(value))
+            if isinstance(value, dict):
+                self._saved.append((value, list(value.items())))
+                if len(value) <= MAX_ITEMS_WITH_CONTENTS:
+                    waiting += value.values()
+            elif isinstance(value, Tensor):
+                if not isinstance(value, Parameter) and value.layout is torch.strided and not is_lazy(value):
+                    self._saved.append((value, value.detach().clone()))
+            elif isinstance(value, np.ndarray):
+                self._saved.append((value, value.copy()))
+            else:
+                items = list(value)
+                if not isinstance(value, tuple):
+                    self._saved.append((value, items))
+                if len(items) <= MAX_ITEMS_WITH_CONTENTS:
+                    waiting += [item for item in items if isinstance(item, _CONTAINERS)]
+
+    def restore(self) -> None:
+        """Restores the attributes. Objects that have not changed are not written to."""
+        for value, saved in self._saved:
+            if isinstance(value, Tensor):
+                if not torch.equal(value, saved):
+                    value.data.copy_(saved)  # `data` bypasses autograd
+            elif isinstance(value, np.ndarray):
+                if value.flags.writeable:
+                    value[...] = saved
+            elif isinstance(value, dict):
+                if not _are_same(value.items(), saved):
+                    value.clear()
+                    for key, item in saved:  # not `update`, with which a Counter adds
+                        value[key] = item
+            elif not _are_same([(None, item) for item in value], [(None, item) for item in saved]):
+                value.clear()
+                value.update(saved) if isinstance(value, set) else value.extend(saved)
+
+
+_CONTAINERS = (dict, list, set, deque, tuple)
+_COPIED = (*_CONTAINERS, Tensor, np.ndarray)
+
+
+def _are_same(items: Iterable[tuple[Any, Any]], saved: list[tuple[Any, Any]]) -> bool:
+    found = list(items)
+    return len(found) == len(saved) and all(
+        new is old and key is old_key for (key, new), (old_key, old) in zip(found, saved, strict=True)
+    )
 
 
 def _copied(states: dict[str, list[Tensor] | Tensor]) -> dict[str, Any]:

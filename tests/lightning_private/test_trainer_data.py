@@ -1,7 +1,9 @@
 """Behavior of Lightning that :mod:`lightning_strategies_ext._lightning.trainer_data` requires."""
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -81,6 +83,27 @@ def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: flo
     assert torch.equal(torch.stack(batches.first), torch.stack(expected * 2))
     assert trainer.num_training_batches == 8
     assert batches.num_validations == num_validations
+
+
+def test_reset_validation_loaders_are_loaded_again() -> None:
+    made: list[Any] = []
+
+    class Model(MLP):
+        def train_dataloader(self) -> Any:
+            return loader(num_samples=8)
+
+        def val_dataloader(self) -> Any:
+            made.append(loader(num_samples=8))
+            return made[-1]
+
+        def on_train_epoch_start(self) -> None:
+            trainer_data.reset_validation_loaders(self.trainer)
+            assert self.trainer.val_dataloaders is None
+
+    trainer = make_trainer("auto", devices=1, max_epochs=2)
+    trainer.fit(Model())
+    assert len(made) == 3  # one for the sanity check, and one per epoch
+    assert trainer.val_dataloaders is made[2]
 
 
 def test_reset_training_loaders_are_loaded_again():
@@ -197,3 +220,76 @@ def test_a_rank_gets_an_empty_share_of_few_samples(is_whole_stage: bool) -> None
         shares.append((len(share), [*share]))
     undo()
     assert shares == [(1, [0]), (0, [])]
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_shards_of_an_evaluation_repeat_no_sample(number: int) -> None:
+    trainer, shards = make_trainer("ddp_ext"), WeakSet[Any]()
+    trainer.strategy._lightning_module = MLP()
+    connector = trainer._data_connector
+    undo = trainer_data.shard_without_repeats(trainer, shards)
+    samples = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset(), range(number)))
+    found = []
+    for rank in range(2):
+        trainer.strategy._global_rank = rank
+        trainer.strategy.cluster_environment.set_global_rank(rank)
+        sampler = connector._resolve_sampler(samples, shuffle=False, mode=RunningStage.VALIDATING)
+        assert sampler in shards
+        assert len(sampler) == len([*sampler])
+        found += [*sampler]
+        repeating = connector._resolve_sampler(samples, shuffle=False, mode=RunningStage.TRAINING)
+        assert len(repeating) == (number + 1) // 2
+    undo()
+    assert sorted(found) == [*range(number)]
+    assert "_resolve_sampler" not in vars(connector)
+
+
+class ThreeSteps:
+    """Steps of an evaluation in which this rank has two batches, and another rank has three."""
+
+    def __init__(self, called: list[str]) -> None:
+        self.local, self.called = [2], called
+
+    def agree(self, numbers: Any, are_shards: Any, *, is_sequential: bool) -> list[int]:
+        raise NotImplementedError
+
+    def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
+        assert draws_for_the_step
+        items = [*fetcher]
+        self.called.append(f"{len(items)} of at most {limit}")
+        return ThreeItems([*items, items[-1]])
+
+    @contextmanager
+    def around_step(self) -> Any:
+        self.called.append("step")
+        yield
+
+    @contextmanager
+    def around_evaluation(self) -> Any:
+        self.called.append("begin")
+        yield
+        self.called.append("end")
+
+
+class ThreeItems:
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.done = items, False
+
+    def __next__(self) -> Any:
+        if not self.items:
+            raise StopIteration
+        return self.items.pop(0)
+
+    def teardown(self) -> None:
+        pass
+
+
+def test_an_evaluation_runs_the_steps_that_other_ranks_run() -> None:
+    trainer, called = make_trainer("auto", devices=1), []
+    trainer.state.fn = TrainerFn.VALIDATING
+    stack = trainer_data.shadow_evaluation_steps(trainer, ThreeSteps(called))
+    trainer.validate(MLP(), loader(num_samples=64, batch_size=16), verbose=False)
+    stack.close()
+    assert called == ["begin", "2 of at most inf", "step", "step", "step", "end"]
+    assert trainer.num_val_batches == [4]
+    assert {"run", "reset", "_evaluation_step"}.isdisjoint(vars(trainer.validate_loop))

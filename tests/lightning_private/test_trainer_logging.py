@@ -248,3 +248,38 @@ def test_values_of_a_step_are_read_and_replaced_where_lightning_keeps_them() -> 
     trainer.fit(Replaces(), loader())
     assert len(seen) == 2
     assert all(replaced == pytest.approx(read) for replaced, read in seen)
+
+
+class EvaluatesTwice(MLP):
+    """Takes back what its second step logs, with a key that is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", torch.tensor(float(batch_idx)))
+        known = trainer_logging.current_results(self.trainer)
+        if batch_idx == 1:
+            self.mean.update(2.0)
+            self.log("new", torch.tensor(3.0))
+            self.log("metric", self.mean, on_step=True, on_epoch=True)
+            for metric in trainer_logging.current_results(self.trainer)[len(known) :]:
+                trainer_logging.drop_values(metric)
+                assert metric._forward_cache is None
+
+
+def test_a_new_key_of_a_step_without_effect_has_no_value() -> None:
+    trainer = make_trainer("auto", devices=1)
+    trainer_logging.prepare_logging(trainer, None)
+    model = EvaluatesTwice()
+    (values,) = trainer.validate(model, loader(num_samples=8, batch_size=4), verbose=False)
+    assert values == {"loss": 0.5, "metric_epoch": 2.0}
+    assert trainer_logging.current_results(trainer) == []
+
+
+def test_the_owner_of_logged_values_has_the_position_and_the_values() -> None:
+    trainer, _ = fit("auto", MLP, devices=1, max_epochs=1)
+    (owner,) = trainer_logging.owners_of_values(trainer)
+    assert vars(owner)["_callback_metrics"].keys() == trainer.callback_metrics.keys()
+    assert {"_first_loop_iter", "_current_fx", "_logged_metrics", "_progress_bar_metrics"} <= vars(owner).keys()

@@ -59,6 +59,14 @@ SET_ON_OBJECTS = {
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.setup_data",
         "lightning.pytorch.loops.prediction_loop:_PredictionLoop.setup_data",
     ],
+    "_lightning.trainer_data.shadow_evaluation_steps": [
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.reset",
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop._evaluation_step",
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.run",
+    ],
+    "_lightning.trainer_data.shard_without_repeats": [
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._resolve_sampler"
+    ],
     "_lightning.trainer_data.predict_with_few_samples": [
         "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._resolve_sampler"
     ],
