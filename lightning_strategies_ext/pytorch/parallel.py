@@ -228,8 +228,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         In a step, ranks that have run out of batches do not contribute (``uneven_inputs="join"``, exact evaluation).
         """
-        steps = self._stage_context.shadowed_steps
-        if steps is not None and steps.handles_reduce(tensor, group):
+        context, steps = self._stage_context, self._stage_context.shadowed_steps
+        if steps is not None and context.local_collectives is None and steps.handles_reduce(tensor, group):
             return steps.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._active_collectives.reduce(tensor, group, reduce_op)
 
