@@ -93,6 +93,7 @@ class StageContext:
         gradient_exchange: Gradient exchange of the stage, if ranks may contribute nothing to it or DDP does not run it.
         parameter_tracker: Part of the gradient exchange that follows added parameters; None outside ``fit``.
         uneven_inputs: Control of ranks with different numbers of batches, in ``fit``.
+        shadowed_steps: Steps that ranks without another batch may shadow now: those of ``fit`` or of an evaluation.
         evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
         coordinated_stop: This rank's part in stopping all ranks before the same step.
@@ -123,7 +124,7 @@ class StageContext:
         self.gradient_exchange: GradientExchange | None = None
         self.parameter_tracker: ParameterTracker | None = None
         self.uneven_inputs: UnevenInputsController | None = None
-        self._shadowed_steps: ShadowedSteps | None = None
+        self.shadowed_steps: ShadowedSteps | None = None
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
         self.batch_progress: BatchProgress | None = None
@@ -146,22 +147,12 @@ class StageContext:
             self._collectives = self._create_collectives()
         return self._collectives
 
-    @property
-    def shadowed_steps(self) -> ShadowedSteps | None:
-        """Steps that ranks without another batch may shadow: those of ``fit`` or of an evaluation.
-
-        None if there are none, or if the collectives of this rank are local.
-        """
-        return self._shadowed_steps if self.local_collectives is None else None
-
-    @shadowed_steps.setter
-    def shadowed_steps(self, steps: ShadowedSteps | None) -> None:
-        self._shadowed_steps = steps
-
     def gatherer(self, collectives: Collectives) -> Collectives | ShadowedSteps:
         """Returns the object that gathers tensors: the given collectives, or the current steps if they handle it."""
         steps = self.shadowed_steps
-        return collectives if steps is None or not steps.handles_all_gather else steps
+        if steps is None or not steps.handles_all_gather or self.local_collectives is not None:
+            return collectives
+        return steps
 
     def compare_gradients(self) -> None:
         """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
@@ -362,7 +353,7 @@ class StageContext:
             if part is not None:
                 part.close()
         self.gradient_exchange = self.parameter_tracker = self.uneven_inputs = self.evaluation = None
-        self._shadowed_steps = None
+        self.shadowed_steps = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The rest belongs to this process: a worker enters the stage itself.

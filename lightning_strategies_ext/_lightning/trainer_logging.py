@@ -333,8 +333,7 @@ def current_results(trainer: Any) -> list[Any]:
 
 def drop_values(metric: Any) -> None:
     """Drops what this rank has logged under a key that other ranks have, too; ``reset`` would reset a user's metric."""
-    metric._forward_cache = metric._computed = None
-    metric.has_reset = False
+    metric._forward_cache, metric._computed, metric.has_reset = None, None, False
     if metric.is_tensor:
         metric.reset()
         keep_key(metric)

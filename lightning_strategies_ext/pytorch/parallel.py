@@ -228,8 +228,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the ranks that do not shadow the current step, see :meth:`.Collectives.reduce`."""
-        steps = self._stage_context.shadowed_steps
-        if steps is not None and steps.handles_reduce(tensor, group):
+        context, steps = self._stage_context, self._stage_context.shadowed_steps
+        if steps is not None and context.local_collectives is None and steps.handles_reduce(tensor, group):
             return steps.reduce(tensor, self.collectives.normalize_op(reduce_op))
         return self._active_collectives.reduce(tensor, group, reduce_op)
 

@@ -129,11 +129,6 @@ class UnevenInputsController(ShadowedSteps):
         """Whether the steps of this epoch need this object; False if all ranks have the same number of batches."""
         return self._fetcher is not None
 
-    @property
-    @override
-    def is_shadowing(self) -> bool:
-        return self._batch.is_shadow
-
     # --- around a training step ---
 
     @contextmanager
@@ -184,7 +179,7 @@ class UnevenInputsController(ShadowedSteps):
     def on_batch(self, batch: CurrentBatch) -> None:
         """Called by the fetcher for each batch of this rank."""
         self._receive_has_next()
-        self._batch = batch
+        self._batch, self._is_shadowing = batch, batch.is_shadow
         if batch.number == 1:
             self._with_next, self._last_exchanged = None, 0
         if self._exchange is None:
@@ -200,7 +195,7 @@ class UnevenInputsController(ShadowedSteps):
         if fetcher is None or fetcher is self._arranged:
             return  # examined in an earlier epoch
         self._arranged, self._fetcher = fetcher, None
-        self._batch, self._with_next = CurrentBatch(), None
+        self._batch, self._is_shadowing, self._with_next = CurrentBatch(), False, None
         if self._exchange is not None:
             self._exchange.contributors = None
         fit_loop = self._trainer.fit_loop

@@ -178,7 +178,7 @@ class ExactEvaluation(ShadowedSteps):
             The fetcher itself, if all ranks have the same number of batches.
         """
         self._is_first_step = True
-        self._contributors = self._next_contributors = None
+        self._next_contributors = None
         lengths = [[int(min(length, limit)) for length in of_rank] for of_rank in self._lengths]
         if all(of_rank == lengths[0] for of_rank in lengths):  # with the limit
             return fetcher
@@ -218,9 +218,9 @@ class ExactEvaluation(ShadowedSteps):
         if is_first and self._stage.gradient_exchange is not None:
             # Otherwise a rank that shadows the first step would take back what DDP broadcasts in it.
             self._stage.gradient_exchange.sync_buffers_of_forward()
-        self._contributors = contributors
+        self._contributors, self._is_shadowing = contributors, self._rank not in contributors
         try:
-            if self._rank in contributors:
+            if not self._is_shadowing:
                 yield
                 return
             before = EvaluationStateSnapshot(self._trainer)
@@ -230,12 +230,7 @@ class ExactEvaluation(ShadowedSteps):
             finally:
                 before.restore()
         finally:
-            self._contributors = None
-
-    @property
-    @override
-    def is_shadowing(self) -> bool:
-        return self._contributors is not None and self._rank not in self._contributors
+            self._contributors, self._is_shadowing = None, False
 
     @override
     def handles_reduce(self, tensor: Any, group: Any) -> bool:

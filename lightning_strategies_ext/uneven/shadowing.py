@@ -28,11 +28,12 @@ class ShadowedSteps(ABC):
         self._rank = rank
         self._world_size = world_size
         self._device = device
+        self._is_shadowing = False
 
     @property
-    @abstractmethod
     def is_shadowing(self) -> bool:
         """Whether this rank repeats its last batch without effect."""
+        return self._is_shadowing
 
     @abstractmethod
     def handles_reduce(self, tensor: Any, group: Any) -> bool:
@@ -47,15 +48,15 @@ class ShadowedSteps(ABC):
         """
         tensor = tensor.detach()
         if op in ("sum", "product"):
-            part = torch.full_like(tensor, int(op == "product")) if self.is_shadowing else tensor.clone()
+            part = torch.full_like(tensor, int(op == "product")) if self._is_shadowing else tensor.clone()
             reduced: Tensor = self._collectives.reduce(part, None, op)
             return reduced
         values = tensor.reshape(-1)
         if op == "mean" and not tensor.is_floating_point():
             values = values.to(torch.get_default_dtype())
-        counted = torch.full_like(values, _neutral(op, values.dtype)) if self.is_shadowing else values
+        counted = torch.full_like(values, _neutral(op, values.dtype)) if self._is_shadowing else values
         # Whether any rank contributes; for a mean, the number of contributing ranks.
-        mark = values.new_full((1,), int(self.is_shadowing == (op == "min")))
+        mark = values.new_full((1,), int(self._is_shadowing == (op == "min")))
         parts: Tensor = self._collectives.reduce(
             torch.cat([counted, values, mark]), None, "sum" if op == "mean" else op
         )

@@ -347,6 +347,7 @@ def test_gradient_scalers_of_all_ranks_stay_equal():
     assert all(torch.equal(each, other_weights[name]) and each.isfinite().all() for name, each in weights.items())
 
 
+@pytest.mark.forked
 def test_one_rank_may_return_none_as_with_lightning():
     def weights(strategy: Any) -> Any:
         model = new_model()
@@ -385,6 +386,7 @@ class Sparse(MLP):
         (Sparse, "cannot be combined with sparse gradients"),
     ],
 )
+@pytest.mark.forked
 def test_modules_that_cannot_skip_are_refused(model_class: type[MLP], text: str):
     strategy = DDPStrategy(checks=ChecksOptions(missing_loss="skip"))
     with pytest.raises(ValueError, match=re.escape(text)):
