@@ -6,6 +6,8 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,14 +121,19 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture
+def accessible_path() -> Iterator[Path]:
+    """A directory that other users can enter; another session of pytest may close the parents of ``tmp_path``."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
 @pytest.mark.processes
 @needs_root
-def test_a_rank_whose_place_another_user_has_taken_is_rejected(tmp_path: Path):
-    store = tmp_path / "store"
+def test_a_rank_whose_place_another_user_has_taken_is_rejected(accessible_path: Path):
+    store = accessible_path / "store"
     store.touch()
-    for path in (*tmp_path.parents, tmp_path):
-        if path.stat().st_uid == os.geteuid() and Path("/tmp") in path.parents:
-            path.chmod(0o755)
     store.chmod(0o666)
     command = [sys.executable, "-c", AS_RANK]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}

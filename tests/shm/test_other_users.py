@@ -112,7 +112,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: 
     assert functions.all_reduce_group_bytes() > 0
     assert str(path) in uncached_reason
     assert "another user" in uncached_reason or "other users" in uncached_reason
-    assert kept.read_text().startswith("no library")
+    assert kept.read_text().startswith("not a library")
 
 
 @pytest.mark.processes
