@@ -1,6 +1,6 @@
 """ParallelStrategy: base class of the Trainer's multi-process strategies.
 
-It implements collectives, stops after a SIGTERM, and the reaction to a failed rank. Subclasses start the processes and
+It implements collectives, the stop after a SIGTERM, and the reaction to a failed rank. Subclasses start processes and
 exchange the gradients. Only the property ``collectives`` depends on the engine, by default torch.distributed.
 """
 
