@@ -115,6 +115,7 @@ def _share_memory(
         if problem := next((info["problem"] for info in announced if info["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
+            rendezvous.await_readers(range(size))
             raise MemoryError(problem)
         assert own_fd is not None
         links, fds = rendezvous.connect([(peer, announced[peer.rank]) for peer in peers.values()], own_fd, deadline)

@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -77,8 +78,25 @@ class Rendezvous:
                 raise
             raise _connection_timeout(missing) from error
         announced = [json.loads(self._store.get(key)) for key in keys]
-        _check_is_one_user(self._rank, announced)
+        try:
+            _check_is_one_user(self._rank, announced)
+        except PermissionError:
+            self.await_readers(rank for rank, info in enumerate(announced) if info["host"] == own["host"])
+            raise
         return announced
+
+    def await_readers(self, ranks: Iterable[int]) -> None:
+        """Waits until other ranks have read what all ranks announced, for at most ten seconds.
+
+        A rank calls this before it raises an error that those ranks raise, too. Without it, a rank that serves the store
+        could exit first, and the others would report a lost connection instead of the error.
+
+        Args:
+            ranks: Ranks that call this method.
+        """
+        self._store.set(f"read/{self._rank}", "")
+        with suppress(RuntimeError):  # no answer in time, or the server of the store has exited
+            self._store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=10))
 
     def connect(
         self, peers: Sequence[tuple[LocalPeer, dict[str, Any]]], own_fd: int, deadline: float

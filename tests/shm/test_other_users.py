@@ -318,6 +318,13 @@ def start_as_two_users() -> None:
     if os.environ["LOCAL_RANK"] == "1":
         os.setgid(OTHER_USER)
         os.setuid(OTHER_USER)
+        wait = dist.PrefixStore.wait
+
+        def wait_and_sleep(*args: Any) -> None:  # the server of the store, rank 0, reads everything before this rank
+            wait(*args)
+            time.sleep(1)
+
+        dist.PrefixStore.wait = wait_and_sleep  # type: ignore[method-assign,assignment]
     start_shm()
 
 
