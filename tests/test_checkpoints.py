@@ -92,7 +92,7 @@ def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
+def test_a_process_that_is_killed_at_any_time_leaves_a_complete_checkpoint(tmp_path: Path):
     path = tmp_path / "last.ckpt"
     assert kill_while_saving(AtomicCheckpointIO(), path, NUM_KILLS) == 0
     AtomicCheckpointIO().save_checkpoint(numbered(0), path)
@@ -100,13 +100,15 @@ def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_process_leaves_a_complete_checkpoint_without_unnamed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delattr(os, "O_TMPFILE")
     assert kill_while_saving(AtomicCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
 
 
 @pytest.mark.processes
-def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_kills_detect_a_save_that_is_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this host has no second file system")
@@ -172,7 +174,7 @@ OTHER_USER, USER = 65534, 65533
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("has_names", [False, True])
-def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, monkeypatch: pytest.MonkeyPatch):
+def test_files_of_another_user_do_not_prevent_a_save(has_names: bool, monkeypatch: pytest.MonkeyPatch):
     if has_names:
         monkeypatch.delattr(os, "O_TMPFILE")
     names: set[str] = set()
@@ -221,7 +223,7 @@ def write_much(path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("has_names", [False, True])
-def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
     if has_names:
         monkeypatch.delattr(os, "O_TMPFILE")
     path = tmp_path / "last.ckpt"
@@ -238,7 +240,7 @@ def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
+def test_a_checkpoint_has_the_permissions_of_other_files(tmp_path: Path):
     before = os.umask(0o027)
     try:
         AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "new" / "a.ckpt")
@@ -247,7 +249,7 @@ def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "new" / "a.ckpt").stat().st_mode) == 0o640
 
 
-def test_what_is_no_file_of_this_host_is_lightnings():
+def test_a_path_that_is_not_a_local_file_is_saved_by_lightning():
     AtomicCheckpointIO().save_checkpoint({"number": 3}, "memory://checkpoints/a.ckpt")
     assert AtomicCheckpointIO().load_checkpoint("memory://checkpoints/a.ckpt") == {"number": 3}
     with pytest.raises(TypeError, match="storage_options"):
@@ -258,7 +260,7 @@ STRATEGIES = [DDPStrategy, DDPSpawnStrategy, DataParallelStrategy, fabric.DDPStr
 
 
 @pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}")
-def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
+def test_strategies_save_atomically_unless_the_user_passes_a_checkpoint_io(kind: Any):
     assert isinstance(kind().checkpoint_io, AtomicCheckpointIO)
     io = TorchCheckpointIO()
     assert kind(checkpoint_io=io).checkpoint_io is io
@@ -272,7 +274,7 @@ def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
     assert strategy.checkpoint_io is io
 
 
-def test_all_that_has_a_name_has_been_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_is_synced_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(checkpoints.os, "fsync", lambda descriptor: (order.append("fsync"), fsync(descriptor)))

@@ -87,7 +87,9 @@ print(json.dumps({
 
 @pytest.mark.processes
 @pytest.mark.parametrize("install", ["wheel_install", "this_install"])
-def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, request: pytest.FixtureRequest) -> None:
+def test_the_name_selects_the_strategy_without_an_import_in_the_script(
+    install: str, request: pytest.FixtureRequest
+) -> None:
     environment: Environment = request.getfixturevalue(install)
     report = environment.report(CONSTRUCT)
     is_from_wheel = environment.python.parents[1] in Path(report.value["package"]).parents
@@ -162,7 +164,7 @@ def test_with_autoload_off_an_import_registers_the_names_and_a_second_is_a_no_op
 
 
 @pytest.mark.processes
-def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Environment) -> None:
+def test_with_autoload_off_the_package_may_be_imported_first(wheel_install: Environment) -> None:
     report = wheel_install.report(f"import lightning_strategies_ext\n{CONSTRUCT}", env=AUTOLOAD_OFF)
     assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
@@ -194,13 +196,15 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
 
 @pytest.mark.processes
 @pytest.mark.parametrize("env", [{}, AUTOLOAD_OFF], ids=["autoload", "no autoload"])
-def test_torch_knows_the_backend_shm_after_an_import_of_ours(wheel_install: Environment, env: dict[str, str]) -> None:
+def test_torch_knows_the_backend_shm_after_an_import_of_the_package(
+    wheel_install: Environment, env: dict[str, str]
+) -> None:
     script = f"import json, lightning_strategies_ext, torch; print(json.dumps({KNOWS_SHM}))"
     assert wheel_install.report(script, env=env).value is True
 
 
 @pytest.mark.processes
-def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_install: Environment) -> None:
+def test_import_lightning_loads_no_strategy_module_and_prints_no_warning(wheel_install: Environment) -> None:
     script = MODULES_AFTER.format("torch, lightning")
     warnings_are_errors = ("-W", "error")
     result = wheel_install.run(*warnings_are_errors, "-c", script)
@@ -304,7 +308,7 @@ def third_party_report(third_parties: Environment) -> Report:
 
 
 @pytest.mark.processes
-def test_another_package_offers_a_strategy_through_our_entry_points(third_party_report: Report) -> None:
+def test_another_package_adds_a_strategy_through_the_entry_points(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["good_one"] == "good_strategies.Good"
     assert third_party_report.value["Fabric"] == "good_strategies.GoodFabric"
 
@@ -315,7 +319,7 @@ def test_a_name_with_capitals_is_found_although_lightning_lowers_what_it_is_give
 
 
 @pytest.mark.processes
-def test_broken_packages_leave_our_names_as_they_are(third_party_report: Report) -> None:
+def test_broken_packages_do_not_affect_the_other_names(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.pytorch.ddp.DDPStrategy"
 
 
@@ -413,7 +417,7 @@ def test_the_printed_table_fits_in_80_columns_with_a_row_for_each_group() -> Non
 
 
 @pytest.mark.processes
-def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_launcher_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this process.
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")

@@ -96,7 +96,7 @@ def test_no_table_cell_is_long():
     assert [cell for cell in cells if len(cell.split()) > MAX_WORDS_IN_CELL] == []
 
 
-def test_each_part_has_the_size_that_was_decided():
+def test_each_part_has_its_required_length():
     introduction = prose().split("\n\n")[1]
     assert introduction.count(". ") == 0
     assert introduction.endswith(".")

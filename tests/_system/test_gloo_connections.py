@@ -131,7 +131,7 @@ def accessible_path() -> Iterator[Path]:
 
 @pytest.mark.processes
 @needs_root
-def test_a_rank_whose_place_another_user_has_taken_is_rejected(accessible_path: Path):
+def test_a_process_of_another_user_that_claims_a_rank_is_rejected(accessible_path: Path):
     store = accessible_path / "store"
     store.touch()
     store.chmod(0o666)

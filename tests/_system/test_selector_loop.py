@@ -6,7 +6,7 @@ import time
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 
-def test_a_callback_is_called_for_room_only_while_that_is_wanted() -> None:
+def test_a_callback_for_writability_runs_only_while_it_is_requested() -> None:
     loop, calls = SelectorLoop(), []
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -25,7 +25,7 @@ def test_a_callback_is_called_for_room_only_while_that_is_wanted() -> None:
     loop.close()
 
 
-def test_a_wake_ends_a_wait_and_a_closed_loop_takes_both_again() -> None:
+def test_wake_ends_a_wait_and_a_closed_loop_accepts_close_and_wake() -> None:
     loop = SelectorLoop()
     loop.wake()
     began = time.monotonic()

@@ -57,7 +57,7 @@ def test_a_killed_worker_is_restarted_and_joins(rank, compression):
 
 
 @pytest.mark.processes
-def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
+def test_two_ranks_are_killed_with_accumulation_loader_workers_and_a_policy():
     run = run_workers(
         3,
         *(once(kill, rank=rank, step=35) for rank in (0, 2)),

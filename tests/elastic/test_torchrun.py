@@ -50,7 +50,7 @@ def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_work
 
 
 @pytest.mark.processes
-def test_two_at_once_with_accumulation_and_a_policy():
+def test_two_ranks_are_killed_at_once_with_accumulation_and_a_policy():
     run = run_torchrun(
         3,
         *(once(kill, rank=rank, step=35) for rank in (0, 2)),

@@ -31,7 +31,7 @@ def directory() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
-def test_it_trains_and_leaves_nothing_behind(ending, directory):
+def test_the_example_trains_and_its_processes_exit_with_it(ending, directory):
     """Checks that workers and Ray exit with the program, and that Ray listens on local addresses only."""
     epochs = "3" if ending == "by itself" else "10000"
     job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory})

@@ -53,7 +53,7 @@ def test_a_signal_on_one_rank_stops_all_before_the_same_step(signum: int):
 
 
 @pytest.mark.processes
-def test_over_horovod_too():
+def test_a_sigterm_on_a_rank_of_horovod_stops_all_before_the_same_step():
     check(run_horovod("horovodrun", train_in_a_script, "horovod_ext", signal.SIGTERM))
 
 
@@ -64,7 +64,7 @@ def check(outcomes: list[tuple[int, list[int]]]) -> None:
 
 
 @pytest.mark.processes
-def test_one_to_the_process_that_has_started_workers_stops_these():
+def test_a_sigterm_to_the_main_process_stops_its_workers():
     done, gathered = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(train, os.getpid())
     assert 5 <= done < MANY
     assert gathered == [done, done]
@@ -85,7 +85,7 @@ def signal_that_comes_late() -> list[str]:
 
 
 @pytest.mark.processes
-def test_one_that_comes_after_the_last_step_is_not_lost():
+def test_a_sigterm_after_the_last_step_is_not_lost():
     assert run_ranks(signal_that_comes_late) == [["as before"]] * 2
 
 

@@ -53,7 +53,7 @@ def train_under_fabric_with_both() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_fabric_trains_as_with_stock_to_the_last_bit():
+def test_fabric_trains_bitwise_as_with_stock():
     for ours, theirs in run_ranks(train_under_fabric_with_both):
         assert ours[1] == FabricDDPStrategy.__module__
         assert_same_bits(ours[0], theirs[0])
@@ -125,7 +125,7 @@ def fail(fabric: Fabric) -> None:
 
 
 @pytest.mark.processes
-def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
+def test_the_next_launch_reuses_the_workers_and_a_failure_names_the_rank():
     fabric = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu")
     pid, values = fabric.launch(where, 10, offset=1)
     assert values == [1, 11]
@@ -137,7 +137,7 @@ def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
     assert (values, other != pid) == ([0, 3], True)
 
 
-def test_launching_nothing_in_workers_is_refused():
+def test_launching_workers_without_a_function_is_refused():
     with pytest.raises(TypeError, match="needs to be called with a function"):
         Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch()
 
@@ -214,7 +214,7 @@ def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
 
 
 @pytest.mark.processes
-def test_every_backward_pass_is_exchanged_whatever_the_order_of_the_passes():
+def test_every_backward_pass_is_exchanged_in_every_order_of_passes():
     """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second backward pass."""
     for found in run_ranks(gradients_of_all_orders):
         for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb", "static graph, first blocked"):

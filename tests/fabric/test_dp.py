@@ -23,7 +23,7 @@ FABRIC_WAYS = {
 each_way = pytest.mark.parametrize("arguments", FABRIC_WAYS.values(), ids=FABRIC_WAYS.keys())
 
 
-def test_the_same_ways_are_tested_as_under_the_trainer():
+def test_the_tests_cover_the_same_modes_as_those_of_the_trainer():
     assert FABRIC_WAYS.keys() == WAYS.keys()
 
 
@@ -114,7 +114,7 @@ def test_saved_states_are_those_of_a_single_device(tmp_path):
         strategy.load_module_state_dict(model._forward_module, {})
 
 
-def test_a_launched_function_runs_here():
+def test_a_launched_function_runs_in_this_process():
     fabric = Fabric(strategy="dp_ext", devices=2, accelerator="cpu")
     assert fabric.launch(lambda fabric, value: (fabric.global_rank, value), 3) == (0, 3)
 
@@ -224,7 +224,7 @@ def test_a_scatter_function_splits_the_first_input():
     torch.testing.assert_close(output, module(features, labels=labels))
 
 
-def test_fabrics_own_name_stays_its_own():
+def test_the_name_dp_selects_the_strategy_of_fabric():
     fabric = Fabric(strategy="dp", devices=2, accelerator="cpu")
     assert "lightning_strategies_ext" not in type(fabric.strategy).__module__
 

@@ -45,7 +45,7 @@ def train_ranks(where: dict[str, Any], accumulate: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_as_ddp_ext_does(ranks: Ranks, accumulate: int) -> None:
+def test_horovod_trains_as_ddp_ext_does(ranks: Ranks, accumulate: int) -> None:
     launcher = "horovodrun" if ranks.world_size == 1 else "horovodrun on two hosts"
     found = run_horovod(launcher, train, accumulate, num_ranks=ranks.world_size)
     expected = ranks.run(train_ranks, accumulate)[0]

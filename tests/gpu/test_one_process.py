@@ -89,7 +89,7 @@ def train_with_both(where: dict[str, Any], precision: str) -> tuple[Any, Any, st
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_loop_of_fabric_arrives_at_the_bits_of_stock(ranks: Ranks, precision: str) -> None:
+def test_a_fabric_loop_trains_bitwise_as_with_stock(ranks: Ranks, precision: str) -> None:
     for ours, theirs, backend in ranks.run(train_with_both, precision):
         assert backend == BACKEND
         assert_same_bits(ours, theirs)

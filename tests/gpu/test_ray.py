@@ -47,7 +47,9 @@ class Located(MLP):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: int, request: pytest.FixtureRequest):
+def test_workers_train_on_the_devices_that_ray_assigns_and_return_all_results(
+    num_workers: int, request: pytest.FixtureRequest
+):
     if num_workers > 1:
         request.getfixturevalue("two_ranks")
     share = HALF_A_GPU if num_workers > 1 else {**HALF, **({} if ON_CPU else {"num_gpus_per_worker": 1})}

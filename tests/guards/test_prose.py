@@ -42,7 +42,7 @@ def test_a_term_may_be_allowed_in_some_paths() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_each_place_that_is_searched_exists(place: str) -> None:
+def test_each_searched_path_exists(place: str) -> None:
     assert (REPOSITORY / place).exists()
 
 

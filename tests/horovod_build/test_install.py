@@ -109,7 +109,7 @@ def left_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: Path):
+def test_one_error_names_all_missing_requirements_before_any_download(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (tmp_path / "site").mkdir()
     for name in ("rich", "pygments", "markdown_it", "mdurl", "psutil", "wrapt"):  # imports of the command
@@ -154,7 +154,7 @@ def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pyte
 
 
 @pytest.mark.processes
-def test_a_second_call_proves_in_seconds():
+def test_a_second_call_runs_the_smoke_test_without_a_build():
     if (problem := horovod_problem()) is not None or marker() is None:
         pytest.skip(problem or "the installed Horovod was not built by the command")
     started = time.monotonic()
@@ -166,7 +166,7 @@ def test_a_second_call_proves_in_seconds():
     assert time.monotonic() - started < 60, "it does not build"
 
 
-def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wheel: Path):
+def test_a_wheel_contains_its_key_and_is_not_used_for_another_key(tmp_path: Path, wheel: Path):
     cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0+cpu")
     with cache.lock(key, waiting=pytest.fail):
         kept = cache.store(key, wheel)
@@ -232,7 +232,7 @@ def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert in_doctor.endswith(", to be rebuilt")
 
 
-def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cached_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [MissingRequirement("g++", "apt: g++")])
     )
@@ -281,7 +281,7 @@ def test_problems_of_the_installed_horovod_are_reported_without_an_import(
 # --- what the build fetches, and the user's packages ---
 
 
-def test_all_that_the_build_imports_is_pinned_by_version_and_hash():
+def test_each_package_of_the_build_is_pinned_by_version_and_hash():
     names = [re.fullmatch(r"([a-z]+)==[\d.]+ --hash=sha256:[0-9a-f]{64}", line)[1] for line in BUILD_REQUIREMENTS]
     assert names == ["setuptools", "packaging"]
 
@@ -343,7 +343,7 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
     assert freeze() == before
 
 
-def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_wheels_are_stored_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
@@ -381,7 +381,7 @@ def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_
         assert not [name for name in left_in(tmp_path / "left") if "/.lock-" not in name]
 
 
-def test_a_copy_that_was_killed_is_cleared_away_by_the_next_build(tmp_path: Path, wheel: Path):
+def test_the_next_build_removes_a_partial_copy(tmp_path: Path, wheel: Path):
     cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0")
     killed = tmp_path / "cache" / f".partial-{key.directory_name}-abc"
     killed.mkdir(parents=True)
@@ -419,7 +419,7 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
     assert not [name for name in left_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
 
 
-def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
+def test_applying_the_patches_to_an_unknown_source_is_refused(tmp_path: Path):
     for fix in patches(17):
         file = tmp_path / fix.file
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def test_ranks_import_nothing_from_the_working_directory(planted: Path, names: l
 
 
 @pytest.mark.processes
-def test_the_process_that_keeps_commits_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_the_descriptor_store_imports_nothing_from_the_working_directory(planted: Path) -> None:
     script = planted.parent / "train.py"
     script.write_text(SCRIPT)
     torchrun = "import sys; sys.path.remove(''); from torch.distributed.run import main; main()"

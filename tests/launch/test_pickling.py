@@ -248,7 +248,7 @@ def test_a_message_that_announces_too_much_is_refused() -> None:
     theirs.close()
 
 
-def test_a_message_that_does_not_fit_into_the_free_memory_goes_through_a_file(monkeypatch, caplog) -> None:
+def test_a_message_larger_than_the_free_memory_is_sent_through_a_file(monkeypatch, caplog) -> None:
     monkeypatch.setattr(memory_files, "free_memory", lambda: 1 << 20)
     monkeypatch.setattr(memory_files, "_has_logged_fallback", False)
     (tensor,) = received_with_buffers([torch.arange(1 << 24)])[1]

@@ -221,7 +221,7 @@ def wait_for_the_test(directory: str) -> None:
 
 # The two workers of the last Trainer, and the fork server; after a failure, there are no processes.
 @pytest.mark.parametrize(("function", "num_processes"), [(fit_and_wait, 3), (fail_and_wait, 0)])
-def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, shared_memory, function, num_processes):
+def test_no_process_remains_after_a_script_has_exited(start, tmp_path, shared_memory, function, num_processes):
     run = start(function, tmp_path)
     run.wait_for("ready")
     processes = run.processes()
@@ -245,7 +245,7 @@ def train_after_others(directory: str, training: str, *before: str) -> None:
 @pytest.mark.parametrize(
     ("training", "before"), [("forkserver", ("fork", "forkserver")), ("fork", ()), ("spawn", ("fork",))]
 )
-def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared_memory, training, before):
+def test_no_process_remains_after_the_main_process_is_killed(start, tmp_path, shared_memory, training, before):
     run = start(train_after_others, tmp_path, training, *before)
     run.wait_for("training0", "training1")
     processes = run.processes()

@@ -44,7 +44,7 @@ def test_a_wrapping_checkpoint_io_gets_an_inner_one_unless_the_user_set_one() ->
     assert around.checkpoint_io is given
 
 
-def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradients() -> None:
+def test_fabric_skips_the_gradient_exchange_through_a_control_of_this_class() -> None:
     fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
     asked = []
 
@@ -59,7 +59,7 @@ def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradie
         assert asked == [True, False]
 
 
-def test_fabrics_ddp_leaves_out_the_exchange_by_a_control_of_this_class() -> None:
+def test_the_ddp_of_fabric_skips_the_exchange_through_a_control_of_this_class() -> None:
     control = FabricDDPStrategy()._backward_sync_control
     assert type(control) is strategy_parts.DDPBackwardSyncControl
     with pytest.raises(TypeError, match="wrapped in `DistributedDataParallel`"):

@@ -56,7 +56,7 @@ def train(rank_0: Rank0, directory: Path) -> Any:
     return model, checkpoint, stopping, trainer.callback_metrics
 
 
-def test_all_three_read_the_shared_value_and_the_user_reads_this_ranks(tmp_path: Path) -> None:
+def test_decisions_read_the_shared_value_and_the_user_reads_the_local_one(tmp_path: Path) -> None:
     rank_0 = Rank0()
     model, checkpoint, stopping, metrics = train(rank_0, tmp_path)
     assert (model.scheduler.best, checkpoint.best_model_score, stopping.best_score) == (5, 5, 5)
@@ -69,7 +69,7 @@ def test_all_three_read_the_shared_value_and_the_user_reads_this_ranks(tmp_path:
     ]
 
 
-def test_a_value_that_only_rank_0_has_is_read_and_not_left_behind() -> None:
+def test_a_value_that_only_rank_0_has_is_read_and_removed_afterwards() -> None:
     trainer = single_process_trainer(callbacks=[EarlyStopping("auc", mode="max")])
     trainer_decisions.share_monitored_values(trainer, Rank0())
     trainer.fit(MLP(), loader(), loader())
@@ -111,7 +111,7 @@ class SetsShouldStop(Callback):
 
 
 @pytest.mark.parametrize("place", ["on_train_start", "on_validation_end", "on_train_epoch_end"])
-def test_a_stop_that_a_hook_has_set_can_be_taken_back_at_a_point(place: str) -> None:
+def test_a_stop_that_a_hook_has_set_can_be_revoked_at_a_point(place: str) -> None:
     trainer = single_process_trainer(callbacks=[SetsShouldStop(place)], val_check_interval=2, num_sanity_val_steps=0)
     taken_back = []
 

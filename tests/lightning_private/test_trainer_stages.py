@@ -176,7 +176,7 @@ def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_s
     assert again.global_step == trainer.global_step == 16
 
 
-def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
+def test_a_restart_after_a_validation_continues_with_the_next_step():
     model = Disturbed(6)
     trainer, _ = fit_with_one_restart(model, 4)
     assert model.validations == [4, 8, 12, 16]
@@ -287,7 +287,7 @@ def test_all_loops_are_found() -> None:
     assert len({id(loop) for loop in loops}) == len(loops)
 
 
-def test_the_metrics_are_in_the_connector_that_we_name() -> None:
+def test_the_metrics_are_in_the_named_connector() -> None:
     trainer, _ = fit("auto", devices=1)
     metrics, others = trainer_stages.connectors_of(trainer)
     kept = [value for value in vars(metrics).values() if isinstance(value, dict)]
@@ -304,7 +304,7 @@ class Fails(MLP):
         raise ValueError("bad luck")
 
 
-def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_loaders() -> None:
+def test_teardown_restores_the_signal_handlers_and_releases_the_loaders() -> None:
     trainer = make_trainer("auto", devices=1)
     handler = signal.getsignal(signal.SIGTERM)
     trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()

@@ -65,7 +65,7 @@ class Training:
         self.num_done += 1
 
 
-def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed() -> None:
+def test_the_first_steps_and_different_steps_of_each_window_are_observed() -> None:
     training = Training()
     for _ in range(34):
         training.step(num_batches=2)
@@ -84,7 +84,7 @@ def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed()
     assert training.failed == []
 
 
-def test_exchanges_of_gradients_are_noted_in_the_steps_whose_batches_are() -> None:
+def test_exchanges_are_recorded_for_the_steps_whose_batches_are_recorded() -> None:
     training = Training(every_n_steps=4)
     for _ in range(8):
         training.step()
@@ -99,7 +99,7 @@ def test_exchanges_of_gradients_are_noted_in_the_steps_whose_batches_are() -> No
 
 
 @pytest.mark.parametrize(("every_n_steps", "observed_steps"), [(1, 1), (2, 5), (3, 3)])
-def test_all_steps_are_observed_where_there_are_no_more(every_n_steps: int, observed_steps: int) -> None:
+def test_all_steps_of_a_window_that_is_not_longer_are_observed(every_n_steps: int, observed_steps: int) -> None:
     training = Training(every_n_steps, observed_steps)
     for _ in range(6):
         training.step()
@@ -143,7 +143,7 @@ def test_windows_of_all_ranks_are_collected_without_waiting_for_an_exited_rank()
     assert list(boxes[0].complete()) == []
 
 
-def test_a_store_that_is_gone_ends_the_mailbox_and_nothing_else() -> None:
+def test_an_unavailable_store_closes_only_the_mailbox() -> None:
     class Gone(dist.HashStore):
         def set(self, key: str, value: Any) -> None:
             raise RuntimeError("Connection reset by peer")

@@ -137,7 +137,7 @@ def test_code_is_read_without_comments_docstrings_and_line_breaks():
 
 
 @pytest.mark.parametrize(("old", "new"), [("return 0", "return 1"), ("@property", ""), ("(self)", "(self, x)")])
-def test_another_code_has_another_hash(old, new):
+def test_changed_code_has_another_hash(old, new):
     before, after = (Source(text).source_of("base:Base.size") for text in (CHANGED, CHANGED.replace(old, new)))
     assert hash_of(before) != hash_of(after) != "-"
     assert hash_of(Source(CHANGED).source_of("base:Base.length")) == "-"

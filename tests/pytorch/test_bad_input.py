@@ -312,7 +312,7 @@ def test_no_devices_are_refused(devices: Any) -> None:
         make_trainer("ddp_ext", devices=devices)
 
 
-def test_the_device_is_not_made_up_before_a_trainer_has_chosen_it() -> None:
+def test_root_device_raises_before_a_trainer_has_chosen_it() -> None:
     with pytest.raises(RuntimeError, match="Pass the strategy to a Trainer first"):
         _ = DDPStrategy().root_device
 
@@ -360,7 +360,7 @@ class WithBatchNormOfAHook(MLP):
 
 
 @pytest.mark.processes
-def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
+def test_sync_batchnorm_on_cpu_is_refused_for_a_layer_that_a_hook_creates() -> None:
     with pytest.raises(ValueError, match=r"^`sync_batchnorm=True` requires GPUs"):
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNormOfAHook(), loader())
 

@@ -171,7 +171,7 @@ def test_a_monitor_follows_from_size_to_size(tmp_path, monkeypatch):
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy])
-def test_what_cannot_be_with_it_is_refused(kind, arguments):
+def test_arguments_that_cannot_be_combined_with_a_bucket_search_are_refused(kind, arguments):
     with pytest.raises(
         ValueError, match=f"tries buckets of several sizes.*`{next(iter(arguments))}=.*Omit that argument"
     ):

@@ -85,7 +85,7 @@ def strategy_options(strategy: str, **values: object) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["DDPStrategy", "DDPSpawnStrategy"])
-def test_options_reach_ddp_and_omitted_options_keep_our_default(strategy: str, tmp_path: Path) -> None:
+def test_options_reach_ddp_and_omitted_options_keep_the_default(strategy: str, tmp_path: Path) -> None:
     options = strategy_options(strategy, find_unused_parameters="true", bucket_cap_mb=3)
     assert f"in DDP: True True {3 * 2**20}" in fit(tmp_path, *TRAINER, *options)
 

@@ -280,7 +280,7 @@ def test_a_failing_communication_monitor_causes_no_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp_spawn_ext", 2), ("dp_ext", 2), ("auto", 1)], ids=["workers", "dp", "one"]
 )
-def test_what_it_has_found_is_in_the_users_callback(
+def test_the_callback_of_the_user_has_the_results(
     strategy: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = CommunicationMonitor(every_n_steps=4, plot=False)
@@ -308,7 +308,7 @@ def train_over_horovod(directory: str) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_over_horovod(tmp_path: Path) -> None:
+def test_exchanges_over_horovod_are_recorded(tmp_path: Path) -> None:
     for rank, (without, with_it, times, num_bytes) in enumerate(
         run_horovod("horovodrun", train_over_horovod, str(tmp_path))
     ):
@@ -342,7 +342,7 @@ def test_arguments_that_cannot_work_are_refused(arguments: Any, error: type[Exce
     assert said in str(raised.value)
 
 
-def test_a_strategy_whose_exchanges_cannot_be_seen_is_refused() -> None:
+def test_a_strategy_whose_exchanges_cannot_be_observed_is_refused() -> None:
     class Trainer:
         callbacks: ClassVar[list[Any]] = []
         strategy = FSDPStrategy()

@@ -362,7 +362,7 @@ def train_alone() -> tuple[dict, dict]:
 
 
 @pytest.mark.processes
-def test_one_rank_loses_nothing() -> None:
+def test_one_rank_trains_bitwise_as_without_compression() -> None:
     [(plain, compressed)] = run_ranks(train_alone, world_size=1)
     assert_same_bits(plain, compressed)
 
@@ -385,7 +385,7 @@ def test_manual_optimization_with_two_optimizers_ends_with_one_model() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["topk", "diloco"])
-def test_workers_bring_the_model_back_and_what_is_to_be_saved(name: str, tmp_path: Path) -> None:
+def test_workers_return_the_model_and_the_state_to_save(name: str, tmp_path: Path) -> None:
     model = seeded(Wide)
     before = state_of(model)
     trainer = make_trainer(f"ddp_spawn_ext_{name}")

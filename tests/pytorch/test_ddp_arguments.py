@@ -100,7 +100,7 @@ def compressed_and_not(kind: str) -> list[dict]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "wrapper", "state"])
-def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
+def test_a_communication_hook_also_exchanges_gradients_on_cpu(kind):
     outcomes = run_ranks(compressed_and_not, kind)
     for compressed, exact in outcomes:
         assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook had no effect"

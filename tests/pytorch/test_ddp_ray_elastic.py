@@ -96,7 +96,7 @@ def test_after_a_host_loss_the_worker_is_restarted_on_another_host(tmp_path):
         ({"elastic": False}, TypeError, "elastic=False"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
+def test_invalid_arguments_are_refused_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         DDPRayElasticStrategy(**arguments)
 

@@ -129,7 +129,7 @@ class FailsLate(pl.Callback):
 
 
 @pytest.mark.parametrize("ends_early", [StopsInTheMiddle, FailsLate])
-def test_where_the_training_data_was_is_saved_though_its_iterator_is_gone(ends_early, tmp_path):
+def test_the_position_in_the_training_data_is_saved_without_its_iterator(ends_early, tmp_path):
     trainer = make_trainer("ddp_fork_ext", **ALONE, callbacks=[ends_early()])
     with suppress(RuntimeError):
         trainer.fit(seeded(), ForgetfulLoader(dataset(), batch_size=4))
@@ -146,7 +146,7 @@ class Fails(HasEverything):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_is_saved_on_an_exception_has_everything(tmp_path):
+def test_a_checkpoint_that_is_saved_on_an_exception_is_complete(tmp_path):
     saved = {}
     for strategy in ("auto", "ddp_spawn_ext"):
         path = tmp_path / strategy
@@ -186,7 +186,7 @@ class AsksToStop(pl.Callback):
         time.sleep(0.1)
 
 
-def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
+def test_a_checkpoint_that_is_saved_after_a_sigterm_is_complete(tmp_path):
     model, data = seeded(HasEverything), HasState()
     strategy = SavesWhenStopped(tmp_path / "theirs.ckpt")
     trainer = spawn_trainer(strategy, max_epochs=20, callbacks=[AsksToStop()])

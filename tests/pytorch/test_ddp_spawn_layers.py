@@ -58,7 +58,7 @@ class Prunes(MLP):
         nn.utils.prune.remove(self.net[0], "weight")
 
 
-def test_parts_that_the_stage_removed_are_gone():
+def test_parts_that_the_stage_removed_are_removed():
     states = []
     for strategy in ("auto", "ddp_spawn_ext"):
         model = seeded(Prunes)
@@ -195,7 +195,7 @@ KINDS = [Wraps, Compiles, Renames, Swaps, Inserts, Masks, Parametrizes, Parametr
 @pytest.mark.parametrize(
     ("kind", "first"), [*((kind, "fit") for kind in KINDS), (Wraps, "validate"), (Swaps, "validate")]
 )
-def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeypatch, kind, first):
+def test_layers_that_the_stage_moved_are_returned_with_their_values(monkeypatch, kind, first):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
     states, are_there = [], []
     for strategy in ("auto", "ddp_fork_ext"):

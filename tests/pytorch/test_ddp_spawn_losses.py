@@ -206,12 +206,12 @@ class HasSlots(MLP):
         (HasSlots, {}, r"`slotted\.function` of the LightningModule HasSlots cannot be sent"),
     ],
 )
-def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
+def test_an_error_has_the_path_of_an_object_that_cannot_be_sent(make_model, options, said):
     with pytest.raises(TypeError, match=said):
         spawn_trainer(**options).fit(make_model(), loader())
 
 
-def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
+def test_an_error_has_the_path_of_a_trainer_attribute_that_cannot_be_sent():
     trainer = spawn_trainer()
     trainer.notes = {"a": threading.Lock()}
     with pytest.raises(TypeError, match=r"`notes\['a'\]` of the Trainer cannot be sent"):
@@ -220,7 +220,7 @@ def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
+def test_a_profiler_works_in_several_stages(strategy, tmp_path):
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
     trainer, model = spawn_trainer(strategy, max_epochs=1, profiler=profiler), MLP()
     trainer.fit(model, loader())
@@ -291,7 +291,7 @@ class CallbackHoldsUnreadable(pl.Callback):
         (MLP, [CallbackHoldsUnreadable()], r"`thing` of the callback CallbackHoldsUnreadable cannot be rebuilt"),
     ],
 )
-def test_what_a_worker_cannot_rebuild_is_named_by_its_path(make_model, callbacks, said):
+def test_an_error_has_the_path_of_an_object_that_a_worker_cannot_rebuild(make_model, callbacks, said):
     with pytest.raises(TypeError, match=f"{said}.*'ddp_fork_ext'"):
         spawn_trainer(callbacks=callbacks, max_epochs=1).fit(make_model(), loader())
 

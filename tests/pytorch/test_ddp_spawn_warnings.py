@@ -72,7 +72,7 @@ class HasLoader(pl.Callback):
         self.both["steps"] += 1
 
 
-def test_an_attribute_that_stays_in_the_worker_does_not_keep_the_others_there(caplog):
+def test_an_attribute_that_cannot_be_returned_does_not_affect_the_others(caplog):
     history: list[int] = []
     callbacks = [new := Changing(), changing := Changing(history), has_loader := HasLoader()]
     spawn_trainer(max_epochs=1, limit_train_batches=2, callbacks=callbacks).fit(MLP(), loader())

@@ -102,13 +102,13 @@ def test_forked_workers_of_a_trainer_know_what_the_main_process_has_when_it_star
     assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.125
 
 
-def test_workers_that_are_taken_over_start_as_new_ones_do():
+def test_workers_that_another_trainer_reuses_start_as_new_workers():
     expected = state_of(fit("ddp_spawn_ext", Stateful)[1])
     fit("ddp_spawn_ext", Configurable)
     assert_same_bits(state_of(fit("ddp_spawn_ext", Stateful)[1]), expected)
 
 
-def test_workers_need_not_be_kept_and_can_be_closed():
+def test_workers_exit_without_keep_workers_or_when_closed():
     trainer, model = spawn_trainer(DDPSpawnStrategy(keep_workers=False), max_epochs=1), seeded(Stateful)
     trainer.fit(model, loader())
     assert trainer.strategy.launcher.pids == []
@@ -249,7 +249,7 @@ class SlowToSend:
         return str, (f"sent by {os.getpid()}",)
 
 
-def test_workers_whose_results_are_on_their_way_are_not_taken_over(tmp_path):
+def test_workers_whose_results_are_in_transfer_are_not_reused(tmp_path):
     devices = [torch.device("cpu")] * 2
     path = tmp_path / "sending"
     with DDPSpawnStrategy(parallel_devices=devices) as one, DDPSpawnStrategy(parallel_devices=devices) as other:

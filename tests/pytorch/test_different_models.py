@@ -79,11 +79,11 @@ def test_the_error_of_each_rank_names_the_first_difference(how: str, world_size:
 
 
 @pytest.mark.parametrize("name", ["validate", "predict"])
-def test_so_they_are_where_nothing_is_trained(name: str):
+def test_different_models_are_an_error_without_training(name: str):
     assert all("ModelMismatchError" in error for error in errors(name, "shape"))
 
 
-def test_over_gloo_too():
+def test_different_models_are_an_error_over_gloo():
     assert all("ModelMismatchError" in error for error in errors("fit", "shape", "gloo"))
 
 
@@ -92,7 +92,7 @@ def evaluate_frozen() -> bool:
     return True
 
 
-def test_what_needs_gradients_does_not_count_there():
+def test_requires_grad_may_differ_without_training():
     assert run_ranks(evaluate_frozen) == [True, True]
 
 
@@ -123,7 +123,7 @@ def with_fabric() -> str:
     return str(raised.value)
 
 
-def test_with_fabric_too():
+def test_different_models_are_an_error_under_fabric():
     assert all("rank 0 has the parameter `weight`" in said for said in run_ranks(with_fabric))
 
 
@@ -134,7 +134,7 @@ def over_horovod() -> str:
     return str(raised.value)
 
 
-def test_over_horovod_too():
+def test_different_models_are_an_error_over_horovod():
     # The rank that is notified first exits, and Horovod's thread may terminate the other rank.
     output, outcomes = try_horovod("python", over_horovod)
     assert outcomes, output

@@ -160,7 +160,7 @@ class RebindsABuffer(MLP):
 
 
 @each_way
-def test_a_reassigned_buffer_is_kept_too(way):
+def test_a_reassigned_buffer_keeps_the_first_replicas_update(way):
     _, model = train(way(2), RebindsABuffer, max_epochs=1, limit_val_batches=0)
     expected = torch.zeros(NUM_FEATURES)
     for features, _ in loader(64, batch_size=10):
@@ -173,7 +173,7 @@ class WithDropout(MLP):
         return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES))
 
 
-def test_what_dropout_draws_is_the_same_in_each_run():
+def test_dropout_draws_the_same_masks_in_each_run():
     states = [state_of(train("dp_ext", WithDropout, devices=3)[1]) for _ in range(2)]
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name

@@ -87,7 +87,7 @@ def note_samples(model, x, y, i):
     ids=["the same in all", "rows", "records", "keys of their own", "a submodule's list", "set again"],
 )
 @each_way
-def test_attributes_become_what_one_step_on_the_whole_batch_makes_of_them(way, update, attributes):
+def test_attributes_have_the_values_of_one_step_on_the_whole_batch(way, update, attributes):
     make_model = with_attributes(update, **attributes)
     ours, theirs = train(way(3), make_model)[1], train("auto", make_model)[1]
     names = attributes.keys()
@@ -200,7 +200,7 @@ def normalize_with_hidden(model, x, y, i):
     ],
 )
 @each_way
-def test_what_one_step_on_the_whole_batch_would_have_made_otherwise_is_refused(way, update, attributes, message):
+def test_updates_that_differ_from_one_step_on_the_whole_batch_are_refused(way, update, attributes, message):
     with pytest.raises(RuntimeError, match=message):
         make_trainer(way(2), 1).fit(with_attributes(update, **attributes)(), loader(10, batch_size=10))
 
@@ -273,7 +273,7 @@ def cache_by_attribute(model, x, y, i):
         model.cached = torch.eye(len(x))
 
 
-def test_an_attribute_that_is_sized_by_the_part_names_what_works():
+def test_the_error_for_an_attribute_sized_by_the_part_names_alternatives():
     model = with_attributes(cache_by_attribute, cached=None)()
     text = r"`self\.cached` of Model.*size depends on the batch in a buffer, in a dict.*`functools\.lru_cache`"
     with pytest.raises(RuntimeError, match=text):
@@ -316,7 +316,7 @@ class HidesModules(MLP):
 
 
 @each_way
-def test_modules_in_lists_that_a_step_leaves_alone_do_no_harm(way):
+def test_modules_in_lists_that_a_step_does_not_change_are_accepted(way):
     assert_close(state_of(train(way(3), HidesModules)[1]), state_of(train("auto", HidesModules)[1]))
 
 

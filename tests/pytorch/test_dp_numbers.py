@@ -340,7 +340,7 @@ def test_sums_of_parts_of_one_size_add_up(value):
 @pytest.mark.parametrize("value", [1, 0.5, torch.tensor(1)], ids=["an integer", "a fraction", "a tensor"])
 @pytest.mark.parametrize("place", ["SumMetric", r"`self.log\('sum', ...\)`"])
 @pytest.mark.filterwarnings("ignore:.*needs to be floating", "ignore:You called `self.log")
-def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
+def test_a_value_that_counts_once_per_batch_warns_if_replicas_add_it(place, value):
     model = Adds(lambda x, y, i: value + 0)
     text = place + r" is given \S+ by each of 2 replicas, and adds them to.*`on_train_batch_end`"
     with pytest.warns(UserWarning, match=text) as caught:

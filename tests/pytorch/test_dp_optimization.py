@@ -100,7 +100,7 @@ class WithLbfgs(MLP):
     ids=["accumulation", "clipping by norm", "clipping by value", "double precision", "LBFGS"],
 )
 @each_way
-def test_what_the_trainer_does_to_gradients_is_the_same(way, make_model, kwargs):
+def test_gradient_options_of_the_trainer_have_the_effect_of_one_device(way, make_model, kwargs):
     assert_trains_alike(way(3), make_model, **kwargs)
 
 

@@ -80,13 +80,13 @@ class WritesBetweenSteps(WithTarget):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_so_is_one_between_the_steps_of_optimizers(write):
+def test_a_write_to_a_parameter_between_optimizer_steps_is_refused(write):
     model = type("Model", (WritesBetweenSteps,), {"update_in_step": getattr(WithTarget, write)})
     with pytest.raises(RuntimeError, match="in place"):
         train("dp_ext", model, devices=2)
 
 
-def test_so_is_one_in_a_validation_step():
+def test_a_write_to_a_parameter_in_a_validation_step_is_refused():
     class Model(WithTarget):
         def validation_step(self, batch, batch_idx):
             self.follow_through_data()
@@ -123,7 +123,7 @@ class RenormsEmbeddings(MLP):
 @pytest.mark.parametrize(
     "make_model", [FollowsAfterBatches, FollowsAfterOptimizersSteps, FollowsAfterBackward, RenormsEmbeddings]
 )
-def test_what_runs_once_may_write_to_parameters(make_model):
+def test_an_action_that_runs_once_may_write_to_parameters(make_model):
     assert_close(state_of(train("dp_ext", make_model, devices=3)[1]), state_of(train("auto", make_model)[1]))
 
 

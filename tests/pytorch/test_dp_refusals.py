@@ -98,7 +98,7 @@ def return_other_shapes(self, batch, batch_idx):
         (with_step(return_other_shapes), "cannot be gathered"),
     ],
 )
-def test_what_a_librarys_step_does_is_refused_with_the_strategy_that_can(model, message):
+def test_an_unsupported_step_of_a_library_is_refused_with_another_strategy(model, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_trainer("dp_ext").fit(model(), loader())
     assert "If the step is code of a library, use `strategy='ddp_ext'`." in str(caught.value)
@@ -191,7 +191,7 @@ def test_a_batch_without_a_first_dimension_is_refused_unless_the_user_splits_it(
         (lambda batch, num: [(batch, -1)], ValueError, "negative numbers"),
     ],
 )
-def test_what_scatter_returns_is_checked(scatter, error, message):
+def test_the_result_of_scatter_is_checked(scatter, error, message):
     trainer = make_trainer(DataParallelStrategy(scatter=scatter), devices=2)
     with pytest.raises(error, match=message):
         trainer.fit(MLP(), loader())
@@ -261,7 +261,7 @@ class StepsInOne(MLP):
 
 
 @each_way
-def test_replicas_that_part_ways_are_an_error_and_not_a_wait(way):
+def test_replicas_on_different_code_paths_raise_instead_of_waiting(way):
     with pytest.raises(RuntimeError, match=r"do not take the same path.*waits in self.manual_backward.*has returned"):
         make_trainer(way(2), 1).fit(StepsInOne(), loader(batch_size=16))
 
@@ -306,7 +306,7 @@ class FailsInBackward(MLP):
 
 
 @each_way
-def test_what_fails_for_the_whole_batch_can_be_handled_in_the_step(way):
+def test_an_error_of_the_whole_batch_can_be_handled_in_the_step(way):
     _, model = train(way(2), FailsInBackward, max_epochs=1)
     assert model.caught == 7
 

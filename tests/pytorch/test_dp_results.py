@@ -90,7 +90,7 @@ class LogsInSome(MLP):
         return self.loss(batch)
 
 
-def test_a_value_that_not_all_replicas_log_is_that_of_those_which_do():
+def test_a_value_that_some_replicas_log_is_reduced_over_those_replicas():
     model, _ = assert_logs_alike(lambda num: "dp_ext", LogsInSome, max_epochs=1)
     assert "zero" in model.trainer.callback_metrics
 
@@ -102,7 +102,7 @@ class LogsInBackward(MLP):
         return nn.functional.cross_entropy(logits * 2, batch[1])
 
 
-def test_what_a_hook_logs_in_the_backward_pass_is_not_lost():
+def test_values_that_a_hook_logs_in_the_backward_pass_are_not_lost():
     trainer, _ = train("dp_ext", LogsInBackward, devices=3, max_epochs=1)
     reference, _ = train("auto", LogsInBackward, max_epochs=1)
     assert "gradient_epoch" in trainer.callback_metrics
@@ -242,7 +242,7 @@ class MakesClasses(MLP):
 
 
 @each_way
-def test_a_class_that_each_replica_makes_is_one(way):
+def test_a_class_that_each_replica_creates_is_one_class(way):
     model = MakesClasses()
     batches = make_trainer(way(2), 1).predict(model, loader(16, batch_size=8))
     expected = make_trainer("auto", 1).predict(model, loader(16, batch_size=8))
@@ -341,6 +341,6 @@ class Prints(MLP):
         return self.loss(batch)
 
 
-def test_what_a_module_prints_is_printed_once(capsys):
+def test_the_output_of_a_module_is_printed_once(capsys):
     train("dp_ext", Prints, devices=3, max_epochs=1)
     assert capsys.readouterr().out.count("batch 0") == 1

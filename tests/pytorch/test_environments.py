@@ -105,7 +105,7 @@ def look_around(
         (lsf_variables, "LSFEnvironment", 10234),  # also for LSF
     ],
 )
-def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environment, port):
+def test_each_rank_reads_its_rank_info_from_a_cluster_environment(tmp_path, variables_of, environment, port):
     found = run_ranks(look_around, variables_of, tmp_path, {"devices": 2, "num_nodes": 2}, world_size=4)
     assert found == [(expected_place(environment, rank), "host7", port) for rank in range(4)]
 
@@ -134,7 +134,7 @@ def test_each_rank_has_the_one_gpu_that_its_process_sees(tmp_path, variables_of,
         assert found[rank] == (place, 2, "cuda:0", "cuda:0")
 
 
-def test_each_rank_finds_its_place_in_a_kubeflow_job_which_has_to_be_named(tmp_path):
+def test_each_rank_reads_its_rank_info_from_an_explicit_kubeflow_environment(tmp_path):
     options = {"devices": 1, "num_nodes": 4, "plugins": KubeflowEnvironment()}
     found = run_ranks(look_around, kubeflow_variables, tmp_path, options, world_size=4)
     places = [expected_place("KubeflowEnvironment", rank, ranks_per_host=1) for rank in range(4)]

@@ -56,7 +56,7 @@ def test_errors_at_a_prompt_name_the_strategies_that_work_there() -> None:
         assert "'ddp_notebook'" not in said
 
 
-def test_so_is_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_method_popen_is_refused_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with pytest.raises(RuntimeError, match=r"`start_method='popen'`\) does not work in a notebook"):
         make_trainer("ddp_ext")

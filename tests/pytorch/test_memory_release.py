@@ -44,7 +44,7 @@ def models_left_by_fit() -> dict[str, int]:
     return left
 
 
-def test_no_model_is_left_in_ddp_though_python_collects_no_garbage():
+def test_no_ddp_wrapper_remains_without_garbage_collection():
     assert run_ranks(models_left_by_fit) == [dict.fromkeys(CASES, 0)] * 2
 
 

@@ -63,7 +63,7 @@ def test_each_rank_reads_rank_0s_value_of_rank_0s_dtype(dtype: torch.dtype) -> N
     assert read[1]["b"] == 1
 
 
-def test_an_equal_value_is_the_object_of_the_rank_also_a_nan() -> None:
+def test_an_equal_value_or_a_nan_is_the_object_of_the_rank() -> None:
     for number in (0.5, float("nan"), float("-inf")):
         values = [{"auc": torch.tensor(number)} for _ in range(2)]
         with warnings.catch_warnings():
@@ -81,7 +81,7 @@ def test_without_a_name_nothing_is_gathered() -> None:
     assert share([{"auc": 1.0}, {"auc": 2.0}], monitor=None) == [{"auc": 1.0}, {"auc": 2.0}]
 
 
-def test_what_is_no_number_on_rank_0_is_each_ranks_own() -> None:
+def test_a_value_that_is_no_number_on_rank_0_is_not_shared() -> None:
     values = [{"auc": "good"}, {"auc": torch.ones(2)}, {"auc": 1.0}]
     assert share(values) == values
 
@@ -97,7 +97,7 @@ def test_without_a_value_on_rank_0_every_rank_raises_after_a_barrier() -> None:
         assert collectives.num_barriers == 1
 
 
-def test_missing_on_all_ranks_is_left_to_lightning() -> None:
+def test_a_value_missing_on_all_ranks_is_left_to_lightning() -> None:
     assert share([{"a": 1}, {"b": 2}]) == [{"a": 1}, {"b": 2}]
 
 

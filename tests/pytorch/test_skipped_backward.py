@@ -127,7 +127,9 @@ def train(model_class: type[MLP], arguments: dict[str, Any], options: dict[str, 
         (MLP, {"max_epochs": 2, "accumulate_grad_batches": 3}),
     ],
 )
-def test_what_may_differ_raises_nothing(model_class: type[MLP], options: dict[str, Any], arguments: dict[str, Any]):
+def test_permitted_differences_raise_no_error(
+    model_class: type[MLP], options: dict[str, Any], arguments: dict[str, Any]
+):
     if model_class is TwoOptimizers:
         arguments = {**arguments, "find_unused_parameters": True}
     assert min(run_ranks(train, model_class, arguments, options)) > 0

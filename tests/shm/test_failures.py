@@ -92,7 +92,7 @@ def die_and_leave_a_child() -> tuple[str, float]:
 
 
 @pytest.mark.processes
-def test_a_rank_that_died_is_missed_though_its_child_lives():
+def test_the_exit_of_a_rank_is_detected_while_its_child_runs():
     error, seconds = outcomes_of_ranks(die_and_leave_a_child)[0].value
     assert "rank 1 (pid" in error
     assert seconds < 5
@@ -115,7 +115,7 @@ def reduce_in_a_child() -> tuple[int, float]:
 
 
 @pytest.mark.processes
-def test_a_forked_child_cannot_take_its_parents_part():
+def test_a_forked_child_cannot_call_collectives_of_its_parent():
     assert run_ranks(reduce_in_a_child) == [(7, 4.0)] * 2
 
 
@@ -191,7 +191,7 @@ def end_while_another_does_not_run() -> float:
 
 
 @pytest.mark.processes
-def test_what_a_rank_has_published_counts_though_it_has_ended_since():
+def test_a_contribution_of_a_rank_that_has_exited_counts():
     first = outcomes_of_ranks(end_while_another_does_not_run)[0]
     assert first.value == 3.0, first
 
@@ -273,7 +273,7 @@ def fail_asynchronously() -> list[str]:
 
 
 @pytest.mark.processes
-def test_handles_and_futures_of_what_failed_raise():
+def test_handles_and_futures_of_failed_operations_raise():
     outcome = outcomes_of_ranks(fail_asynchronously)[0]
     assert outcome.value is not None, outcome
     assert all(re.search(r"rank 1 \(pid \d+\)", error) for error in outcome.value)
@@ -293,7 +293,7 @@ def fail_in_one_group() -> float:
 
 
 @pytest.mark.processes
-def test_groups_of_living_ranks_work_on():
+def test_groups_of_running_ranks_continue():
     outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3)
     assert [outcome.value for outcome in outcomes[:2]] == [3.0, 3.0], str(outcomes[0])
 
@@ -322,7 +322,7 @@ while True:
 
 
 @pytest.mark.processes
-def test_nothing_stays_behind_when_all_ranks_are_killed(tmp_path: Path):
+def test_no_shared_memory_remains_after_all_ranks_are_killed(tmp_path: Path):
     (tmp_path / "rank.py").write_text(FOR_EVER)
     with private_shared_memory() as shared_memory:
         free = shared_memory.free_num_bytes()

@@ -75,7 +75,7 @@ def stress(source: Path, directory: Path, *arguments: object) -> subprocess.Comp
 
 @pytest.mark.parametrize("sleeps", [0, 1])
 @pytest.mark.parametrize(("num_ranks", "num_tensors"), [(2, 4000), (3, 2000), (7, 400)])
-def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
+def test_the_library_relies_only_on_guarantees_of_the_c11_memory_model(
     tmp_path: Path, num_ranks: int, num_tensors: int, sleeps: int
 ):
     done = stress(SOURCE, tmp_path, num_ranks, num_tensors, sleeps)
@@ -91,7 +91,7 @@ def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
         ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
-def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: str, complaint: str):
+def test_the_stress_test_detects_injected_bugs(tmp_path: Path, right: str, wrong: str, complaint: str):
     source = SOURCE.read_text()
     assert right in source
     source = source.replace(right, wrong)
@@ -188,7 +188,7 @@ def reduce_where_one_has_no_compiler() -> tuple[float, bool]:
     return reduce_in_two_groups()
 
 
-def test_all_ranks_go_in_rounds_if_one_of_them_must():
+def test_all_ranks_use_rounds_if_one_rank_lacks_the_native_library():
     assert run_ranks(reduce_where_one_has_no_compiler, world_size=3) == [(27.0, False)] * 3
 
 

@@ -59,7 +59,7 @@ def test_a_user_without_a_home_trains_and_the_cost_is_logged(home: str | None, m
     assert [len(lines) for lines in said] == [1, 0], str(outcomes[0])
 
 
-def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_a_directory_to_compile_in_all_operations_use_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(nowhere))
@@ -116,7 +116,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: 
 
 
 @pytest.mark.processes
-def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
+def test_a_symbolic_link_in_the_cache_is_not_followed(kept: Path, tmp_path: Path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
     kept.unlink()
@@ -128,7 +128,7 @@ def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o000])
-def test_what_we_make_is_safe_whatever_the_umask(tmp_path: Path, umask: int):
+def test_created_files_are_not_writable_by_other_users_for_any_umask(tmp_path: Path, umask: int):
     before = os.umask(umask)
     try:
         place = tmp_path / "a" / "b" / "c"
@@ -246,7 +246,7 @@ def test_an_unresponsive_rank_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(1, PeerLostError), (0, TimeoutError)])
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: type[Exception]):
+def test_a_rank_that_does_not_connect_is_named(tmp_path: Path, rank: int, kind: type[Exception]):
     """The lower rank waits for a connection; the other rank connects to a port on which no process listens."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
@@ -286,7 +286,7 @@ def effective_user(user: int) -> Iterator[None]:
 
 @needs_root
 @pytest.mark.parametrize("user", [OTHER_USER, 65534])
-def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user: int):
+def test_a_rank_sends_nothing_to_a_process_of_another_user(tmp_path: Path, user: int):
     rendezvous = Rendezvous(1, 2, dist.FileStore(str(tmp_path / "store"), 2))
     with effective_user(user), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.bind("\0taken-by-another-user")
@@ -301,7 +301,7 @@ def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user:
 
 
 @needs_root
-def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
+def test_a_rank_rejects_a_process_of_another_user(tmp_path: Path):
     rendezvous = rendezvous_of_one(tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         with effective_user(OTHER_USER):

@@ -83,19 +83,19 @@ def run_random_programs(world_size: int, num_examples: int) -> None:
 
 @pytest.mark.timeout(900)  # the simplification of a failure starts many ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):
+def test_random_programs_match_gloo_and_give_the_same_bits_on_all_ranks(world_size: int):
     run_random_programs(world_size, NUM_EXAMPLES[world_size])
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (3, 1)])
-def test_so_they_do_between_hosts(world_size: int, per_host: int, monkeypatch: pytest.MonkeyPatch):
+def test_random_programs_match_gloo_between_hosts(world_size: int, per_host: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(rank_environment, PER_HOST, str(per_host))
     run_random_programs(world_size, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(world_size: int):
+def test_every_operation_matches_gloo_for_every_dtype_and_size(world_size: int):
     def op_of(dtype: str, number: int) -> str:
         ops = ["SUM"] if dtype == "complex64" else FLOAT_OPS if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
         return ops[number % len(ops)]
@@ -154,7 +154,7 @@ def ask_for_what_is_not_there() -> None:
     assert total.item() == 3
 
 
-def test_what_does_not_exist_for_a_dtype_or_a_size_is_an_error_and_breaks_nothing():
+def test_an_unsupported_dtype_or_size_is_an_error_and_the_group_continues():
     run_ranks(ask_for_what_is_not_there)
 
 

@@ -56,7 +56,7 @@ def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, i
 
 @pytest.mark.timeout(900 + 10 * NUM_ROUNDS)
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_survivors_of_any_death_end_within_seconds(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
+def test_the_other_ranks_exit_within_seconds_of_any_kill(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, str(int(is_compiled)))
     for number in range(NUM_ROUNDS):
         size = 2 + number % 3

@@ -136,7 +136,7 @@ def call_wrongly_on_one_rank() -> tuple[list[str], float]:
     return said, tensor[0].item()
 
 
-def test_what_one_rank_does_wrong_by_itself_is_its_own_error():
+def test_a_wrong_call_of_one_rank_is_an_error_on_that_rank_only():
     (said, total), (_, other) = run_ranks(call_wrongly_on_one_rank)
     assert all(said), said
     assert (total, other) == (3.0, 3.0)
@@ -167,7 +167,7 @@ def values_of_futures() -> tuple[list[Any], list[Any]]:
     return values[0], values[1]
 
 
-def test_futures_give_what_gloos_give():
+def test_futures_return_the_results_of_gloo():
     for ours, theirs in run_ranks(values_of_futures):
         assert ours == theirs
 
@@ -249,7 +249,7 @@ def call_in_short() -> list[list[float]]:
     return results
 
 
-def test_the_short_forms_of_a_groups_methods_do_what_gloos_do():
+def test_the_short_forms_of_the_methods_of_a_group_match_gloo():
     for ours, theirs in run_ranks(call_in_short):
         assert ours == theirs
 

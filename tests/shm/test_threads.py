@@ -140,7 +140,7 @@ def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("has_waited", [False, True])
-def test_futures_of_what_was_under_way_fail_when_the_group_is_destroyed(has_waited: bool):
+def test_futures_of_pending_operations_fail_when_the_group_is_destroyed(has_waited: bool):
     errors = run_ranks(destroy_with_operations_under_way, has_waited)[0]
     assert len(errors) == 5
     assert all("shut down" in error or "left" in error or "ended" in error for error in errors), errors
@@ -232,7 +232,7 @@ def queue_behind_one_that_has_more_time() -> tuple[float, str]:
     return time.monotonic() - start, str(caught.value)
 
 
-def test_an_operation_has_its_own_time_whatever_is_queued_before_it():
+def test_the_timeout_of_an_operation_excludes_earlier_operations():
     seconds, error = run_ranks(queue_behind_one_that_has_more_time)[0]
     assert 0.4 < seconds < 2.5
     assert "barrier" in error

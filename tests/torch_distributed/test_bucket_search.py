@@ -67,7 +67,7 @@ def test_the_fastest_is_chosen_by_what_passes_with_an_exchange_take_on_all_ranks
     assert "1e+03 ms with DDP's default sizes" in str(choice)
 
 
-def test_little_is_not_worth_another_size():
+def test_a_small_gain_does_not_change_the_bucket_size():
     assert BucketChoice({None: 1.0, 1.0: 0.98, 4.0: 1.2}).cap is None
     assert BucketChoice({None: 1.0, 1.0: 0.96, 4.0: 0.95}).cap == 4.0
 

@@ -90,13 +90,13 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (lambda: FabricDDPStrategy(compression="powersgd"), ValueError, "Use 'bf16' or 'fp16' under Fabric"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error) as raised:
         make()
     assert said in str(raised.value)
 
 
-def test_what_is_kept_of_scaled_gradients_is_refused() -> None:
+def test_residuals_of_scaled_gradients_are_refused() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     scaled = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
@@ -162,7 +162,7 @@ def exchanged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.processes
-def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_bitwise_identical_gradients(exchanged: list[dict[str, Any]]) -> None:
     for name in CASES:
         for other in exchanged[1:]:
             for one, another in zip(_flat(exchanged[0][name]["got"]), _flat(other[name]["got"]), strict=True):
@@ -183,7 +183,7 @@ def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["powersgd", "topk", "powersgd of bf16"])
-def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]], name: str) -> None:
+def test_residuals_are_kept_and_exchanged_later(exchanged: list[dict[str, Any]], name: str) -> None:
     found = exchanged[0][name]
     is_half = "bf16" in name
     missing = found["state"]["residuals"]
@@ -235,7 +235,7 @@ def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
     [torch.randn, lambda size: torch.randn(size) ** 5, torch.ones, torch.zeros],
     ids=["normal", "heavy tails", "all alike", "zeros"],
 )
-def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, make: Callable[[int], Tensor]) -> None:
+def test_top_k_leaves_no_larger_residual_than_a_random_choice(size: int, make: Callable[[int], Tensor]) -> None:
     """The test checks the bound that convergence requires: Stich et al. 2018, definition 2.1."""
     values, count = make(size), size // 100
     places = codecs._largest(values, count)
@@ -244,7 +244,7 @@ def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, mak
     assert left.square().sum() <= (1 - count / size) * values.square().sum() * (1 + 1e-5)
 
 
-def test_chosen_are_nearly_the_largest() -> None:
+def test_the_chosen_elements_are_nearly_the_largest() -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(1)).pow(3)
     chosen = values[codecs._largest(values, 3000)].abs().sum()
     assert chosen >= 0.99 * values.abs().topk(3000).values.sum()

@@ -69,7 +69,7 @@ def outcomes() -> dict[str, list[tuple[Any, Any]]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
-def test_two_ranks_have_what_the_reducer_gives_them_to_the_last_bit(
+def test_two_ranks_have_bitwise_the_gradients_of_the_reducer(
     name: str, outcomes: dict[str, list[tuple[Any, Any]]]
 ) -> None:
     for with_reducer, without in outcomes[name]:
@@ -138,7 +138,7 @@ def without_room_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.processes
-def test_a_rank_without_room_for_shared_gradients() -> None:
+def test_the_reducer_exchanges_if_a_rank_cannot_reserve_shared_memory() -> None:
     for said, with_reducer, without in run_ranks(without_room_on_one_rank):
         [message] = said
         assert re.search(r"rank 1 cannot reserve \d+ bytes in /dev/shm", message), message

@@ -80,7 +80,7 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
     return seen
 
 
-def test_connections_of_others_and_the_stores_stay():
+def test_connections_of_other_libraries_and_of_the_store_remain_open():
     assert run_ranks(cut_off_and_see_what_is_left) == [[b"still here", b"too"]] * 2
 
 
@@ -128,7 +128,7 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     return [*found, dist.is_initialized(), len(aborted)]
 
 
-def test_all_groups_are_aborted_at_once_since_one_may_hold_up_another_ones_abort():
+def test_all_groups_are_aborted_at_once_as_one_may_delay_the_abort_of_another():
     assert run_ranks(abort_groups_that_wait_for_each_other, world_size=1) == [[True, True, [1, 1, 1], False, 3]]
 
 
@@ -167,5 +167,5 @@ def abort_one_that_has_gloo_too() -> list[Any]:
     return [*found, dist.is_initialized()]
 
 
-def test_a_backend_that_cannot_be_aborted_does_not_keep_that_of_the_gpus_from_it():
+def test_a_backend_without_abort_does_not_prevent_the_abort_of_the_gpu_backend():
     assert run_ranks(abort_one_that_has_gloo_too, world_size=1) == [["cuda", True, False]]
