@@ -336,7 +336,7 @@ def test_a_step_exchanges_gradients_and_nothing_else():
 
 
 @pytest.mark.skipif(not RequirementCache("lightning>=2.5.3"), reason="Lightning has no such broadcast before 2.5.3")
-def test_a_step_of_stock_ddp_waits_for_a_broadcast_too():
+def test_a_step_of_stock_ddp_also_waits_for_a_broadcast():
     expected = {"c10d::allreduce_": 10, "c10d::broadcast_": 10}
     assert run_ranks(count_collectives_in_ten_steps, "ddp") == [expected] * 2
 

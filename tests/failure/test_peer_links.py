@@ -184,7 +184,7 @@ def connect(hub: PeerLinks) -> socket.socket:
     return connection
 
 
-def test_a_rank_stays_connected_when_strangers_connect_before_its_first_message(hub):
+def test_a_rank_stays_connected_despite_many_unauthenticated_connections(hub):
     with ExitStack() as stack:
         caller = stack.enter_context(connect(hub))
         for _ in range(module._MAX_UNAUTHENTICATED + 10):

@@ -80,7 +80,7 @@ def test_an_active_rank_keeps_inactive_ranks_from_being_hung():
     assert stuck(WAITS, SLEEPS, MOVES) == ()
 
 
-def test_an_unresponsive_rank_is_hung_whatever_its_last_status():
+def test_an_unresponsive_rank_is_hung_for_any_last_status():
     assert stuck(WAITS, MOVES, ages={1: 301}) == (1,)
     assert stuck(WAITS, MOVES, ages={1: 299}) == ()
     assert stuck(replace(WAITS, in_collective_s=400), MOVES, ages={0: 301}) == ()  # then, no rank waits
@@ -171,7 +171,7 @@ def test_no_random_sequence_of_active_ranks_is_a_hang():
 
 
 @pytest.mark.parametrize("by", [0, 1])
-def test_the_report_has_the_stacks_whichever_rank_detected_the_hang_first(by):
+def test_the_report_has_the_stacks_for_any_rank_that_detected_the_hang(by):
     failure = Failure(
         (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, kind="hang"
     )

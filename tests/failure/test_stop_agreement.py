@@ -64,7 +64,7 @@ def agreement_at(*steps: str) -> StopAgreement:
 TRAIN, EVALUATION, AT_POINT = "before_train_step", "before_evaluation_step", "at_point"
 
 
-def test_points_have_equal_numbers_whatever_the_number_of_evaluation_steps():
+def test_points_have_equal_numbers_for_any_number_of_evaluation_steps():
     assert agreement_at(TRAIN, AT_POINT, EVALUATION).position == (1, POINT + 1)
     for num_steps in (0, 1, 5):
         assert agreement_at(TRAIN, AT_POINT, *[EVALUATION] * num_steps, AT_POINT).position == (1, 2 * POINT)

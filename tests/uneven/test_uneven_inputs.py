@@ -137,7 +137,7 @@ def test_an_end_that_training_does_not_reach_is_no_error(ranks):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [case for case in CASES if case[3] == 1], ids=str)
-def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
+def test_each_batch_is_logged_and_counted_once(engine, ranks, case):
     way, name, _, _ = case
     counted = [min(LENGTHS[name]) if way == "stop" else length for length in LENGTHS[name]]
     firsts = [[batch_of(rank, index)[0] for index in range(count)] for rank, count in enumerate(counted)]
@@ -181,7 +181,7 @@ def test_manual_optimization_joins(ranks, kind):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [4, 5])
-def test_what_has_been_exchanged_already_counts_once(ranks, length):
+def test_gradients_that_have_been_exchanged_count_once(ranks, length):
     """Rank 0 has its last batch as the first or second of the last three batches."""
     model = AddsUp()
     (optimizer,), _ = model.configure_optimizers()
@@ -280,7 +280,7 @@ def train_drawing(engine: str) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_steps_that_draw_their_batches_themselves_train_and_cannot_be_evened_out():
+def test_dataloader_iter_steps_train_and_refuse_uneven_inputs():
     for steps, refused in run("horovod", train_drawing):
         assert steps == [3 * NUM_EPOCHS] * 2
         assert [name in text for name, text in zip(("'stop'", "'join'"), refused, strict=True)] == [True, True]
@@ -308,7 +308,7 @@ def test_a_rank_without_any_batch_is_an_error(engine):
         (DDPStrategy, {"uneven_inputs": "join", "process_group": object()}, "process_group"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(make, arguments, message):
+def test_invalid_arguments_are_refused_at_construction(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
 
