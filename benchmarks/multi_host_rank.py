@@ -234,7 +234,7 @@ def num_warmup_steps(name: str, model: Learner) -> int:
     if name != BY_TRIAL:
         return NUM_WARMUP_STEPS
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return NUM_WARMUP_STEPS + BucketSearch(num_bytes, torch.device("cpu")).num_steps_left
+    return NUM_WARMUP_STEPS + BucketSearch(num_bytes, torch.device("cpu")).num_remaining_steps
 
 
 def train(job: Job, name: str) -> Seen:

@@ -101,7 +101,7 @@ def make_strategy(job: Job) -> Strategy:
 
 def main() -> None:
     """Trains for an epoch."""
-    job = Job.of_this_process()
+    job = Job.this_process()
     silence_lightning()
     strategy = make_strategy(job)
     is_stock = isinstance(strategy, TimedStock)

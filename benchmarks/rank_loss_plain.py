@@ -12,7 +12,7 @@ from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, Job, Notes,
 
 def main() -> None:
     """Trains as many steps as the other contenders train before the kill."""
-    job = Job.of_this_process()
+    job = Job.this_process()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # gradient_as_bucket_view as in the strategies of this package, so that the loop is a fair reference.

@@ -30,7 +30,7 @@ def wait_for_others(job: Job, group: int) -> None:
 
 def main() -> None:
     """Trains until the steps of an epoch are done and the killed group has joined again."""
-    job, group = Job.of_this_process(), int(sys.argv[2])
+    job, group = Job.this_process(), int(sys.argv[2])
     # Users start a group with torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -44,7 +44,7 @@ class Job:
     killed_rank: int
 
     @classmethod
-    def of_this_process(cls) -> "Job":
+    def this_process(cls) -> "Job":
         """Returns the job that this script was started for."""
         return cls(**json.loads(sys.argv[1]))
 

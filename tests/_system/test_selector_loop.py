@@ -13,10 +13,10 @@ def test_a_callback_for_writability_runs_only_while_it_is_requested() -> None:
         loop.add(ours, lambda: bool(calls.append("called")) or True)
         loop.wait(0.05)
         assert calls == []
-        loop.wait_for_room(ours, is_waiting=True)
+        loop.wait_for_writable(ours, is_waiting=True)
         loop.wait()
         assert calls == ["called"]
-        loop.wait_for_room(ours, is_waiting=False)
+        loop.wait_for_writable(ours, is_waiting=False)
         loop.wait(0.05)
         assert calls == ["called"]
         theirs.send(b"x")

@@ -97,7 +97,7 @@ def test_after_a_loss_before_the_first_step_training_starts_again():
 
 def kill_with_store(net: Net) -> None:
     """Kills the descriptor store and this rank."""
-    job = TorchrunJob.of_this_process()
+    job = TorchrunJob.this_process()
     assert job is not None
     for process in stores_below(job.address_file):
         process.kill()
@@ -203,7 +203,7 @@ import os, sys, time
 parent, until = os.getppid(), time.monotonic() + float(sys.argv[1])
 from lightning_strategies_ext.elastic.fd_store import FdStoreClient, TorchrunJob
 
-store = FdStoreClient(TorchrunJob.of_this_process())
+store = FdStoreClient(TorchrunJob.this_process())
 stored = os.memfd_create("stored")
 store.put("0/memory", stored)
 assert [os.path.samestat(os.fstat(fd), os.fstat(stored)) for fd in store.get_all("0/").values()] == [True]
@@ -323,6 +323,6 @@ def test_without_torchrun_the_error_has_the_command(monkeypatch):
     ],
 )
 def test_invalid_arguments_are_errors(monkeypatch, arguments, error, message):
-    monkeypatch.setattr(TorchrunJob, "of_this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
+    monkeypatch.setattr(TorchrunJob, "this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
     with pytest.raises(error, match=message):
         DDPElasticStrategy(**arguments)

@@ -47,7 +47,7 @@ def search_with(monkeypatch, passes_s: dict[float | None, list[float]]) -> tuple
             assert not search.is_over
             search.end_step()
         num_steps += 1
-        assert search.num_steps_left == 3 * 2 * 8 - num_steps
+        assert search.num_remaining_steps == 3 * 2 * 8 - num_steps
     return search, num_steps
 
 
@@ -76,7 +76,7 @@ def test_a_step_with_several_passes_counts_once(monkeypatch):
     now = 0.0
     monkeypatch.setattr(bucket_search.time, "perf_counter", lambda: now)
     search = BucketSearch(2 * MIB, torch.device("cpu"))
-    for _ in range(search.num_steps_left):
+    for _ in range(search.num_remaining_steps):
         for seconds in (1.0, 2.0):
             search.begin_pass()
             now += seconds
