@@ -39,7 +39,7 @@ class Layers(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns a loss, unless the rank kills itself."""
         assert self.notes is not None
-        self.notes.die_if_due(self.global_rank, self.trainer.global_step)
+        self.notes.exit_if_due(self.global_rank, self.trainer.global_step)
         loss: Tensor = self.net(batch[1]).square().mean()
         return loss
 
@@ -68,22 +68,22 @@ class TimedStock(StockStrategy):
         """Reads the file, and records the time."""
         started = time.monotonic()
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.note(started)
+        self.record(started)
         return checkpoint
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and records the time."""
         started = time.monotonic()
         super().load_model_state_dict(*args, **kwargs)
-        self.note(started)
+        self.record(started)
 
     def load_optimizer_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the optimizer, and records the time."""
         started = time.monotonic()
         super().load_optimizer_state_dict(*args, **kwargs)
-        self.note(started)
+        self.record(started)
 
-    def note(self, started: float) -> None:
+    def record(self, started: float) -> None:
         """Records the time of a part of the loading, on rank 0."""
         if self.global_rank == 0:
             with self.file.open("a") as file:

@@ -68,7 +68,7 @@ def main() -> None:
         done = manager.current_step()
         optimizer.zero_grad()
         loss = model(rows).square().mean()
-        notes.die_if_due(group, done)
+        notes.exit_if_due(group, done)
         loss.backward()
         counts = manager.is_participating()
         optimizer.step()

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 #: How often a process tries to connect until the store is served, in seconds.
 _RETRY_S = 0.01
-#: Longest time to wait for an answer, in seconds: a socket takes no longer timeout.
+#: Longest time to wait for a reply, in seconds: a socket takes no longer timeout.
 _MAX_TIMEOUT_S = 30 * 86400.0
 _CLOSED_MESSAGE = "The process that serves the store of these ranks has ended, or has closed the connection."
 
@@ -86,7 +86,7 @@ class HostStore(dist.Store):
     """A client of a store that a process of this host serves.
 
     Each thread has a connection of its own, so that a thread that waits for a key delays no other thread. A request and
-    its answer have at most 64 MiB.
+    its reply have at most 64 MiB.
 
     Args:
         name: The name of the store.
@@ -195,7 +195,7 @@ class HostStore(dist.Store):
         except (OSError, EOFError) as error:
             self._close_connection()
             raise dist.DistNetworkError(_CLOSED_MESSAGE) from error
-        except BaseException:  # an answer may be under way
+        except BaseException:  # a reply may be in transit
             self._close_connection()
             raise
         if not is_done:

@@ -29,7 +29,7 @@ def address(name: str) -> str:
 
 
 def encode(message: Any) -> bytes:
-    """Returns the frame of a request or an answer."""
+    """Returns the frame of a request or a reply."""
     return encode_frame(pickle.dumps(message))
 
 
@@ -64,7 +64,7 @@ class _Connection:
             yield pickle.loads(request)
 
     def reply(self, is_done: bool, value: Any) -> None:
-        """Adds an answer to what :meth:`send` sends; one that no client would accept becomes an error."""
+        """Adds a reply to what :meth:`send` sends; one that no client would accept becomes an error."""
         try:
             self._unsent += encode((is_done, value))
         except FrameTooLongError as error:
@@ -85,7 +85,7 @@ class _Connection:
 class StoreServer:
     """The values of a store, and the thread that serves them.
 
-    No client delays another: a client that does not read its answer gets the rest of it later.
+    No client delays another: a client that does not read its reply gets the rest of it later.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,7 +136,7 @@ class StoreServer:
 
     def _accept(self) -> bool:
         try:
-            end, _ = self._listening.accept()
+            connected, _ = self._listening.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 if not self._has_warned:
@@ -144,12 +144,12 @@ class StoreServer:
                     self._has_warned = True
                 self._loop.pause(self._listening, _PAUSE_S)
             return False
-        if not is_of_this_user(end):
-            end.close()
+        if not is_of_this_user(connected):
+            connected.close()
             return False
-        end.setblocking(False)
-        self._connections[end] = connection = _Connection(end)
-        self._loop.add(end, partial(self._serve, connection))
+        connected.setblocking(False)
+        self._connections[connected] = connection = _Connection(connected)
+        self._loop.add(connected, partial(self._serve, connection))
         return False
 
     def _handle(self, connection: _Connection, operation: str, args: Any) -> None:

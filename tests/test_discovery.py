@@ -278,8 +278,8 @@ def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environmen
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
     script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
     report = wheel_install.report(script, env=env)
-    (said,) = report.messages  # one message for both registries
-    assert "supports Lightning 2.5 and 2.6, but lightning 2.4.1 is installed" in said
+    (message,) = report.messages  # one message for both registries
+    assert "supports Lightning 2.5 and 2.6, but lightning 2.4.1 is installed" in message
 
 
 # --- strategies of other packages ---
@@ -332,11 +332,11 @@ def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) 
 def test_one_line_names_each_entry_point_that_cannot_be_registered_and_its_package(
     third_party_report: Report,
 ) -> None:
-    absent, thief = sorted(third_party_report.messages)
+    absent, conflicting = sorted(third_party_report.messages)
     assert "'absent_one'" in absent
     assert "package absent_module is not available: the module 'module_that_is_not_there' is not installed" in absent
-    assert "'ddp'" in thief
-    assert "package name_thief is not available: the name is already taken" in thief
+    assert "'ddp'" in conflicting
+    assert "package name_thief is not available: the name is already taken" in conflicting
     assert "invalid strategy name" in third_party_report.value["Trainer"]["absent_one"]
 
 
@@ -431,8 +431,8 @@ def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("cannot load MPI library")  # like mpi4py without MPI
 
     monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(fail))
-    said = doctor.environment_info()["ranks here"]
-    assert said == "unknown, because Lightning's MPIEnvironment fails: cannot load MPI library"
+    launcher_text = doctor.environment_info()["ranks here"]
+    assert launcher_text == "unknown, because Lightning's MPIEnvironment fails: cannot load MPI library"
 
 
 @pytest.mark.processes
@@ -458,11 +458,11 @@ def test_the_doctor_reports_that_lightning_cannot_be_imported_and_all_other_fact
     found = json.loads(result.stdout)
     assert found["environment"]["torch"].startswith(torch.__version__)
     assert "GiB free" in found["environment"]["/dev/shm"]
-    why = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
-    assert {strategy["problem"] for strategy in found["strategies"]} == {why}
+    reason = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
+    assert {strategy["problem"] for strategy in found["strategies"]} == {reason}
     assert len(found["strategies"]) == len(STRATEGIES)
     shown = run_script("-m", PACKAGE, env={**broken, "COLUMNS": "400"}).stdout
-    assert shown.count(why) == 1
+    assert shown.count(reason) == 1
     assert "Traceback" not in shown
 
 

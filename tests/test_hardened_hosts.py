@@ -129,8 +129,8 @@ def test_a_rank_that_torchrun_starts_again_finds_its_commit(conditions: str, scr
     if "no_memfd" in conditions:
         assert result.stdout.count("Commits are stored in unnamed files in") == 1, result.stdout
     deadline = time.monotonic() + 20
-    while left := os.listdir(tmp_path / "cache" / "fd-stores"):  # until the descriptor store has exited
-        assert time.monotonic() < deadline, left
+    while remaining := os.listdir(tmp_path / "cache" / "fd-stores"):  # until the descriptor store has exited
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 

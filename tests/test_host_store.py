@@ -293,14 +293,14 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
         "host_store.serve(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as squatter:
-        assert squatter.stdout.readline() == "ready\n"
+    with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as impostor:
+        assert impostor.stdout.readline() == "ready\n"
         with pytest.raises(dist.DistNetworkError, match="served by user 65500, but this process belongs to user 0"):
             host_store.connect(name).set("token", "secret")
-        squatter.stdin.close()
+        impostor.stdin.close()
 
 
-SQUAT = f"""
+IMPOSTOR = f"""
 import os, socket, sys
 os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})
 listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -327,16 +327,16 @@ def test_another_user_that_takes_the_name_of_an_ended_store_does_not_delay_a_ran
         server.wait()
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         name = host_store_server.address(store.name)[1:]
-        with subprocess.Popen([sys.executable, "-c", SQUAT, name], **pipes) as squatter:
-            assert squatter.stdout is not None
-            assert squatter.stdin is not None
-            assert squatter.stdout.readline() == "full\n"
+        with subprocess.Popen([sys.executable, "-c", IMPOSTOR, name], **pipes) as impostor:
+            assert impostor.stdout is not None
+            assert impostor.stdin is not None
+            assert impostor.stdout.readline() == "full\n"
             with pytest.raises(dist.DistNetworkError, match="has ended"):
                 store.get("key")  # over the existing connection
             store.set_timeout(timedelta(seconds=1))
             with pytest.raises(dist.DistStoreError, match="No process served the store of these ranks within 1 s"):
                 store.get("key")
-            squatter.stdin.close()
+            impostor.stdin.close()
 
 
 def join_by_a_name_of_another_job(name: str) -> str:

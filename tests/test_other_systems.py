@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 #: Python runs this code before a script, also in child processes. Torch and Lightning import their requirements of the
 #: real system before the simulation begins.
-PRETENCE = """
+PATCHED_SYSTEM = """
 import os
 import shutil
 import socket
@@ -89,7 +89,7 @@ import lightning_strategies_ext
 
 def run_on(system: str, script: str, directory: Path) -> list[str]:
     """Returns the lines that a script prints on the simulated system."""
-    (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
+    (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PATCHED_SYSTEM}")
     (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -56,7 +56,7 @@ from tests.support.tiers import pytest_runtest_makereport, pytest_runtest_protoc
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "processes: starts a process")
-    tiers.watch_for_processes()
+    tiers.detect_processes()
 """
 
 

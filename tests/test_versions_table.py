@@ -129,9 +129,9 @@ def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, repor
 
 def test_a_note_is_shown_until_its_corner_runs_again(pages: Path, report: Path) -> None:
     versions_table.main(["py310", "--report", str(report)])
-    noted = results(pages)
-    noted["py310"]["note"] = "One file was run a second time."
-    (pages / "versions.json").write_text(json.dumps(noted))
+    recorded = results(pages)
+    recorded["py310"]["note"] = "One file was run a second time."
+    (pages / "versions.json").write_text(json.dumps(recorded))
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     assert "One file was run a second time." in details(pages)
     versions_table.main(["py310", "--report", str(report)])

@@ -61,8 +61,8 @@ def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, P
         functions = {symbol.name for symbol in elf.get_section_by_name(".dynsym").iter_symbols()}
         assert elf["e_machine"] == MACHINES[machine]
     assert {"all_reduce_open", "all_reduce_begin", "all_reduce_advance"} <= functions
-    said = run(Path(sys.executable).with_name("auditwheel"), "show", wheel)
-    assert f'"manylinux_2_17_{machine}"' in " ".join(said.split()).partition("platform tag:")[2][:40]
+    output = run(Path(sys.executable).with_name("auditwheel"), "show", wheel)
+    assert f'"manylinux_2_17_{machine}"' in " ".join(output.split()).partition("platform tag:")[2][:40]
 
 
 @pytest.mark.processes
@@ -79,8 +79,8 @@ def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path]
 
 @pytest.mark.processes
 def test_the_released_archives_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
-    said = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
-    assert said.count("PASSED") == 3
+    output = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
+    assert output.count("PASSED") == 3
 
 
 def metadata_of(sdist: Path) -> str:

@@ -19,7 +19,7 @@ from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 SCRIPT = EXAMPLES / "ray_digits.py"
 ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-GONE_WITHIN_S = 60
+EXIT_TIMEOUT_S = 60
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardAg", "ray::RuntimeEnv")
 
 
@@ -53,7 +53,7 @@ def test_the_example_trains_and_its_processes_exit_with_it(ending, directory):
     output = "".join(lines)
     assert len(started) > 4, output
     assert listening == {"127.0.0.1"}
-    assert_gone(started)
+    assert_exited(started)
     if ending == "by itself":
         assert code == 0, output
         assert not list(Path(directory).glob("ray-*"))
@@ -79,10 +79,10 @@ def listened_at(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
-def assert_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while left := [process for process in processes if runs(process)]:
-        assert time.monotonic() < deadline, left
+def assert_exited(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while remaining := [process for process in processes if runs(process)]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 

@@ -14,7 +14,7 @@ from tests.support.shared_gpu import pass_for_own_host
 pytestmark = pytest.mark.processes
 
 
-def why_no_horovod() -> str | None:
+def horovod_skip_reason() -> str | None:
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed (python -m lightning_strategies_ext install-horovod --nccl)"
     import horovod.torch as hvd
@@ -24,7 +24,7 @@ def why_no_horovod() -> str | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def needs_horovod() -> None:
-    if reason := why_no_horovod():
+    if reason := horovod_skip_reason():
         pytest.skip(reason)
 
 

@@ -47,10 +47,8 @@ OBJECTS = [True, None, {"path": "best.ckpt", "step": 3}, list(range(5000)), torc
 
 def broadcast_objects(where: dict[str, Any]) -> list[Any]:
     fabric = launched(where)
-    mine = [
-        [fabric.global_rank, thing] for thing in OBJECTS
-    ]  # rank 0's object on all ranks, with one or two collectives
-    received = [fabric.broadcast(pair) for pair in mine]
+    own = [[fabric.global_rank, obj] for obj in OBJECTS]  # rank 0's object on all ranks, with one or two collectives
+    received = [fabric.broadcast(pair) for pair in own]
     with pytest.raises(RuntimeError, match="Broadcast from rank 0 failed"):
         fabric.broadcast(lambda: 0)
     fabric.barrier("after the broadcasts")
@@ -59,7 +57,7 @@ def broadcast_objects(where: dict[str, Any]) -> list[Any]:
 
 def test_objects_are_broadcast_and_one_that_cannot_be_fails_on_every_rank(ranks: Ranks) -> None:
     for received in ranks.run(broadcast_objects):
-        assert str(received) == str([[0, thing] for thing in OBJECTS])
+        assert str(received) == str([[0, obj] for obj in OBJECTS])
 
 
 def reduce_tensors(where: dict[str, Any]) -> list[Any]:

@@ -104,7 +104,7 @@ def make_wheel(directory: Path, name: str, version: str, content: str = "") -> P
     return path
 
 
-def left_in(directory: Path) -> list[str]:
+def files_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
 
 
@@ -129,7 +129,7 @@ def test_one_error_names_all_missing_requirements_before_any_download(tmp_path: 
         "Install the missing requirements, then run the command again",
     ):  # fmt: skip
         assert wanted in result.stdout
-    assert left_in(tmp_path / "left") == []
+    assert files_in(tmp_path / "left") == []
 
 
 @pytest.mark.processes
@@ -139,7 +139,7 @@ def test_installed_requirements_are_not_reported_as_missing(tmp_path: Path):
     assert result.returncode == 2, result.stdout
     assert result.stdout.count("  - ") == 1, "cmake and ninja of this environment count, also with an empty PATH"
     assert "C++ compiler" in result.stdout
-    assert left_in(tmp_path / "left") == []
+    assert files_in(tmp_path / "left") == []
 
 
 @pytest.mark.processes
@@ -169,8 +169,8 @@ def test_a_second_call_runs_the_smoke_test_without_a_build():
 def test_a_wheel_contains_its_key_and_is_not_used_for_another_key(tmp_path: Path, wheel: Path):
     cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0+cpu")
     with cache.lock(key, waiting=pytest.fail):
-        kept = cache.store(key, wheel)
-    assert cache.find(key) == kept
+        stored = cache.store(key, wheel)
+    assert cache.find(key) == stored
     for other in (
         BuildKey.for_this_environment("2.13.0+cu130"),
         BuildKey.for_this_environment("2.12.0+cpu"),
@@ -178,7 +178,7 @@ def test_a_wheel_contains_its_key_and_is_not_used_for_another_key(tmp_path: Path
         BuildKey.for_this_environment("2.13.0+cpu", nccl="13.0"),
     ):
         assert cache.find(other) is None
-    with zipfile.ZipFile(kept) as archive:
+    with zipfile.ZipFile(stored) as archive:
         name = f"horovod-0.28.1.dist-info/{MARKER}"
         assert key.matches(json.loads(archive.read(name)))
         assert f"{name},sha256=" in archive.read("horovod-0.28.1.dist-info/RECORD").decode(), (
@@ -217,8 +217,8 @@ def start_with_build_of_earlier_version() -> list[str]:
     installed.marker = lambda: earlier
     with warnings.catch_warnings(record=True) as caught:
         runtime.start(LaunchInfo("python", 0, 1, 0, 1), torch.device("cpu"))
-    said = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
-    return [*said, doctor.environment_info()["Horovod"]]
+    messages = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
+    return [*messages, doctor.environment_info()["Horovod"]]
 
 
 @pytest.mark.processes
@@ -226,9 +226,9 @@ def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert installed.outdated_build_warning() is None, (
         "neither a new build, nor a Horovod of another origin, is outdated"
     )
-    said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
-    assert "a rank may hang in it after another rank is lost" in said
-    assert said.endswith(f"Rebuild it with: {COMMAND} --mpi")
+    warning_texts, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
+    assert "a rank may hang in it after another rank is lost" in warning_texts
+    assert warning_texts.endswith(f"Rebuild it with: {COMMAND} --mpi")
     assert in_doctor.endswith(", to be rebuilt")
 
 
@@ -368,17 +368,17 @@ def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_
         _, alive = psutil.wait_procs(started, timeout=5)
         for compiler in alive:
             compiler.kill()
-    left = [
-        name for name in left_in(tmp_path / "left" / "cache") if "/.lock-" not in name and not name.endswith(".log")
+    remaining = [
+        name for name in files_in(tmp_path / "left" / "cache") if "/.lock-" not in name and not name.endswith(".log")
     ]
-    assert left == []
-    kept = (tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod").glob("[!.]*")
-    assert [path for path in kept if path.is_dir()] == []
+    assert remaining == []
+    cached = (tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod").glob("[!.]*")
+    assert [path for path in cached if path.is_dir()] == []
     if ended_by != signal.SIGKILL:
         assert process.returncode == 1
         assert f"no partial build was stored. Run it again with: {COMMAND}" in output
         assert not alive, "compilers are ended"
-        assert not [name for name in left_in(tmp_path / "left") if "/.lock-" not in name]
+        assert not [name for name in files_in(tmp_path / "left") if "/.lock-" not in name]
 
 
 def test_the_next_build_removes_a_partial_copy(tmp_path: Path, wheel: Path):
@@ -416,7 +416,7 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
     assert "line 10\n" not in result.stdout, "the message must contain only the end of the log"
     log = Path(result.stdout.split("The whole log is in ")[1].split(".log")[0] + ".log")
     assert "line 10\n" in log.read_text()
-    assert not [name for name in left_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
+    assert not [name for name in files_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
 
 
 def test_applying_the_patches_to_an_unknown_source_is_refused(tmp_path: Path):
@@ -445,7 +445,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("launcher", "said"),
+    ("launcher", "expected_text"),
     [
         ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "exited with exit code 3.*no route"),
         ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "exited with exit code 0"),
@@ -453,8 +453,8 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
         (["/no/such/launcher"], "could not be started"),
     ],
 )
-def test_a_failed_smoke_test_reports_its_error(launcher: list[str], said: str):
-    with pytest.raises(SmokeTestError, match=f"(?s){said}"):
+def test_a_failed_smoke_test_reports_its_error(launcher: list[str], expected_text: str):
+    with pytest.raises(SmokeTestError, match=f"(?s){expected_text}"):
         run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 
 

@@ -100,8 +100,8 @@ class ScriptedStarter(WorkerStarter):
     def start(self, num_workers: int, inherited_task: Any) -> Iterator[ScriptedWorker]:
         return map(self._start, range(num_workers))
 
-    def replace(self, dead: Any, workers: Sequence[Any]) -> ScriptedWorker:
-        return self._start(dead.rank)
+    def replace(self, exited: Any, workers: Sequence[Any]) -> ScriptedWorker:
+        return self._start(exited.rank)
 
     def close(self) -> None:
         pass

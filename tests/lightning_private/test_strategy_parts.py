@@ -46,17 +46,17 @@ def test_a_wrapping_checkpoint_io_gets_an_inner_one_unless_the_user_set_one() ->
 
 def test_fabric_skips_the_gradient_exchange_through_a_control_of_this_class() -> None:
     fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
-    asked = []
+    calls = []
 
     class Control(strategy_parts.BackwardSyncControl):
         def no_backward_sync(self, module: torch.nn.Module, enabled: bool = True) -> Any:
-            asked.append(enabled)
+            calls.append(enabled)
             return nullcontext()
 
     fabric.strategy._backward_sync_control = Control()
     model = fabric.setup(MLP())
     with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
-        assert asked == [True, False]
+        assert calls == [True, False]
 
 
 def test_the_ddp_of_fabric_skips_the_exchange_through_a_control_of_this_class() -> None:

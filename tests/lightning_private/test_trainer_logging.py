@@ -48,12 +48,12 @@ def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, floa
 
 @pytest.mark.processes
 def test_needless_moves_of_logged_values_can_be_skipped_without_another_change() -> None:
-    (num_moves, logged, _), (num_left, same_logged, device) = (
+    (num_moves, logged, _), (num_remaining, same_logged, device) = (
         in_own_process(count_moves_of_logged_values, is_skipping) for is_skipping in (False, True)
     )
     num_steps = 2 * len(loader())  # training and validation, with one logged tensor each
     assert num_moves >= num_steps
-    assert num_left < 3  # less than one per step
+    assert num_remaining < 3  # less than one per step
     assert device == "meta"
     assert logged == same_logged
     assert {"loss_step", "loss_epoch", "mean", "val_loss"} <= logged.keys()
@@ -76,7 +76,7 @@ def test_values_logged_per_epoch_are_summed_in_metric_states() -> None:
     assert model.states["value"].item() == 0 + 1 + 2 + 3
 
 
-class GoesOn(LogsBothWays):
+class Continues(LogsBothWays):
     def __init__(self, sums: Any) -> None:
         super().__init__()
         self.sums = sums
@@ -125,7 +125,7 @@ def test_the_logged_sums_of_another_process_are_continued() -> None:
     for expected in (6.0, 12.0):
         trainer = make_trainer("auto", devices=1, max_epochs=1)
         trainer_logging.prepare_logging(trainer, None)
-        model = GoesOn(sums)
+        model = Continues(sums)
         trainer.fit(model, loader(num_samples=16, batch_size=4))
         assert trainer.callback_metrics["per_epoch"].item() == expected
         sums = model.sums

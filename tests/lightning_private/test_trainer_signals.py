@@ -57,13 +57,13 @@ def messages_of_lightning() -> list[str]:
     return messages_of_sigterm(is_intercepted=False)
 
 
-def messages_of_ours() -> list[str]:
+def messages_of_this_package() -> list[str]:
     return messages_of_sigterm(is_intercepted=True)
 
 
 @pytest.mark.processes
 def test_the_message_about_the_signal_is_lightnings() -> None:
-    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_ours)
+    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_this_package)
     assert ours == theirs
     assert len(ours) == 1
 

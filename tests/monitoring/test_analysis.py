@@ -116,8 +116,8 @@ def test_exchanges_that_one_rank_has_not_recorded_are_omitted() -> None:
 
 def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
     own = window(kind=MODEL_EXCHANGE)
-    few = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
-    assert times_of([few])[0].exposed_ms == pytest.approx(5 / 4)
+    reduced = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
+    assert times_of([reduced])[0].exposed_ms == pytest.approx(5 / 4)
 
 
 def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
@@ -130,9 +130,9 @@ def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
 
 
 def test_a_window_without_steps_has_no_spans_and_a_step_time_of_zero() -> None:
-    nothing = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
-    assert times_of([nothing])[0].step_ms == 0
-    assert spans_of([nothing]) == []
+    empty = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
+    assert times_of([empty])[0].step_ms == 0
+    assert spans_of([empty]) == []
 
 
 def test_a_trace_replaces_a_link_and_not_the_file_behind_it(tmp_path: Any) -> None:
@@ -191,13 +191,13 @@ def times(rank: int = 0, **changes: float) -> RankTimes:
     return RankTimes(rank, 50, **{**values, **changes})
 
 
-NEEDS_TURNS = [times(0, waiting_ms=20, exposed_ms=22), times(1, waiting_ms=19, exposed_ms=21)]
+MUTUAL_WAITING = [times(0, waiting_ms=20, exposed_ms=22), times(1, waiting_ms=19, exposed_ms=21)]
 LINK = {"transfer_ms": 40, "exposed_ms": 41, "communication_ms": 50, "hidden_ms": 9}
 BY_LINK = [times(0, **LINK), times(1, **LINK)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "traits", "said"),
+    ("ranks", "traits", "expected_text"),
     [
         ([times()], JobTraits(), "One process: nothing is exchanged, and computation is the bottleneck"),
         (
@@ -219,8 +219,8 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         ),
         ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], JobTraits(), "30 ms in the forward pass"),
         ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], JobTraits(), "work between two steps"),
-        (NEEDS_TURNS, JobTraits(), "Ranks wait for each other in turns, for 20 % of a step"),
-        (NEEDS_TURNS, JobTraits(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
+        (MUTUAL_WAITING, JobTraits(), "Ranks wait for each other in turns, for 20 % of a step"),
+        (MUTUAL_WAITING, JobTraits(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
         (
             BY_LINK,
             JobTraits(("bf16", "powersgd"), num_hosts=2),
@@ -257,7 +257,9 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         ),
     ],
 )
-def test_advice_names_the_bottleneck_and_an_argument(ranks: list[RankTimes], traits: JobTraits, said: str) -> None:
+def test_advice_names_the_bottleneck_and_an_argument(
+    ranks: list[RankTimes], traits: JobTraits, expected_text: str
+) -> None:
     advice = advise(ranks, traits)
-    assert said in advice
+    assert expected_text in advice
     assert "\n" not in advice

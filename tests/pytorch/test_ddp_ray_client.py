@@ -26,7 +26,7 @@ from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
 )
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
-from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray
+from tests.support.ray_clusters import FOREVER_S, HALF, assert_no_process_remains, needs_ray
 
 pytestmark = [
     pytest.mark.processes,
@@ -148,7 +148,7 @@ def test_workers_of_a_collected_trainer_exit_after_the_interrupted_call(cluster)
     with client.get_context().client_worker.data_client.lock:  # as in a call that triggers a garbage collection
         del trainer
         gc.collect()
-    assert_nothing_is_left(pids)
+    assert_no_process_remains(pids)
 
 
 def test_an_error_names_the_missing_requirement_of_ray_client(monkeypatch):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_strategies_ext import DataParallelStrategy
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import each_mode, train
 from tests.support.models import MLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 from tests.support.ranks import kill_tree, start_script
 
@@ -241,9 +241,9 @@ class ReplacesInAList(MLP):
         (ReplacesInAList, r"the list `self.losses`, to which a step may only append"),
     ],
 )
-@each_way
-def test_state_that_would_be_lost_is_an_error_and_not_a_loss(way, make_model, message):
-    trainer, model = make_trainer(way(2), 1), make_model()
+@each_mode
+def test_state_that_would_be_lost_is_an_error_and_not_a_loss(make_strategy, make_model, message):
+    trainer, model = make_trainer(make_strategy(2), 1), make_model()
     before = state_of(model)
     with pytest.raises(RuntimeError, match=message):
         trainer.fit(model, loader())
@@ -260,10 +260,10 @@ class StepsInOne(MLP):
             self.manual_backward(self.loss(batch))
 
 
-@each_way
-def test_replicas_on_different_code_paths_raise_instead_of_waiting(way):
+@each_mode
+def test_replicas_on_different_code_paths_raise_instead_of_waiting(make_strategy):
     with pytest.raises(RuntimeError, match=r"do not take the same path.*waits in self.manual_backward.*has returned"):
-        make_trainer(way(2), 1).fit(StepsInOne(), loader(batch_size=16))
+        make_trainer(make_strategy(2), 1).fit(StepsInOne(), loader(batch_size=16))
 
 
 class Fails(MLP):
@@ -275,10 +275,10 @@ class Fails(MLP):
         return self.loss(batch)
 
 
-@each_way
-def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(way):
+@each_mode
+def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(make_strategy):
     threads = threading.active_count()
-    trainer, model = make_trainer(way(3), 1), Fails()
+    trainer, model = make_trainer(make_strategy(3), 1), Fails()
     with pytest.raises(KeyError, match="a bad sample") as caught:
         trainer.fit(model, loader(batch_size=10))
     assert caught.traceback[-1].name == "training_step"
@@ -305,9 +305,9 @@ class FailsInBackward(MLP):
             self.caught += 1
 
 
-@each_way
-def test_an_error_of_the_whole_batch_can_be_handled_in_the_step(way):
-    _, model = train(way(2), FailsInBackward, max_epochs=1)
+@each_mode
+def test_an_error_of_the_whole_batch_can_be_handled_in_the_step(make_strategy):
+    _, model = train(make_strategy(2), FailsInBackward, max_epochs=1)
     assert model.caught == 7
 
 

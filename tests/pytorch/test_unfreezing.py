@@ -223,7 +223,7 @@ def test_a_monitor_counts_what_is_exchanged(tmp_path, monkeypatch):
         assert later == [head + backbone * (16 - last) / 16] * 2
 
 
-class TakesTurns(Net):
+class AlternatesLayers(Net):
     """A model that alternates between two losses: the second loss freezes the head; a hook unfreezes a layer later."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class UnfreezesInStep(Net):
 
 def train_with_unfreezing_in_the_step() -> tuple[State, str]:
     pl.seed_everything(11, verbose=False)
-    model = TakesTurns()
+    model = AlternatesLayers()
     make_trainer("ddp_ext_find_unused_parameters_true", use_distributed_sampler=False).fit(model)
     other = UnfreezesInStep()
     other.backbone.requires_grad_(False)
@@ -265,7 +265,7 @@ def test_parameters_unfrozen_in_a_step_are_an_error_unless_exchanged_before():
     assert message == other_message
     assert message.startswith("The parameter `net.0.0.weight` was unfrozen within the training step")
     pl.seed_everything(11, verbose=False)
-    alone = TakesTurns()
+    alone = AlternatesLayers()
     make_trainer("auto", 1, use_distributed_sampler=False).fit(alone)
     for name, value in state_of(alone).items():
         torch.testing.assert_close(first[name], value)

@@ -20,7 +20,7 @@ SECOND, THIRD = GRADIENTS + 2 * BATCH, GRADIENTS + 3 * BATCH
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
     return request.param
 

@@ -46,7 +46,7 @@ def test_tensors_are_combined_in_the_order_of_the_ranks(op: ReduceOp):
         assert all(torch.equal(each, wanted) for each in found)
 
 
-def wait_for_one_that_does_not_come() -> float:
+def wait_for_a_missing_rank() -> float:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     began = time.monotonic()
@@ -62,7 +62,7 @@ def wait_for_one_that_does_not_come() -> float:
 
 @pytest.mark.processes
 def test_a_missing_rank_is_an_error_at_the_timeout():
-    waited_s, _ = run_ranks(wait_for_one_that_does_not_come)
+    waited_s, _ = run_ranks(wait_for_a_missing_rank)
     assert 0.9 < waited_s < 3
 
 

@@ -142,7 +142,7 @@ def test_tensors_of_autograd_of_inference_mode_and_with_strides_are_filled():
     run_ranks(reduce_odd_tensors)
 
 
-def ask_for_what_is_not_there() -> None:
+def call_unsupported_operations() -> None:
     rank = start_shm()
     with pytest.raises(ValueError, match="BAND"):
         dist.all_reduce(torch.ones(2), op=ReduceOp.BAND)
@@ -155,7 +155,7 @@ def ask_for_what_is_not_there() -> None:
 
 
 def test_an_unsupported_dtype_or_size_is_an_error_and_the_group_continues():
-    run_ranks(ask_for_what_is_not_there)
+    run_ranks(call_unsupported_operations)
 
 
 def average_whole_numbers() -> list[list[int]]:
@@ -172,16 +172,16 @@ def test_the_average_of_integers_is_truncated():
     assert run_ranks(average_whole_numbers) == [[[1, 7, 5]] * 4] * 2
 
 
-class TwoWays(torch.nn.Module):
+class TwoBranches(torch.nn.Module):
     """A model that uses one of two layers in turn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ways = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         self.head = torch.nn.Linear(8, 2)
 
     def forward(self, values: torch.Tensor, way: int) -> torch.Tensor:
-        return self.head(torch.relu(self.ways[way](values)))
+        return self.head(torch.relu(self.branches[way](values)))
 
 
 def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train_both_ways(hook: str = "") -> list[torch.Tensor]:
+def train_with_both_backends(hook: str = "") -> list[torch.Tensor]:
     start_shm()
     ours = train(None, hook)
     theirs = train(dist.new_group(backend="gloo"), hook)
@@ -212,19 +212,19 @@ def train_both_ways(hook: str = "") -> list[torch.Tensor]:
 
 
 def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
-    first, second = run_ranks(train_both_ways)
+    first, second = run_ranks(train_with_both_backends)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_ddp_with_a_hook_that_chains_collectives_trains_the_same_weights():
     """PowerSGD's hook starts collectives, and waits for them, in a callback of a collective's future."""
-    run_ranks(train_both_ways, "powerSGD")
+    run_ranks(train_with_both_backends, "powerSGD")
 
 
 def train_with_unused_parameters() -> list[torch.Tensor]:
     rank = start_shm()
     torch.manual_seed(0)
-    model = TwoWays()
+    model = TwoBranches()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
@@ -279,9 +279,9 @@ def test_ranks_that_call_different_collectives_get_an_error(name: str, late_rank
     outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
     assert time.monotonic() - start < 150  # not only after the timeout
     for outcome in outcomes:
-        assert_said(outcome, "do not call the same collectives")
+        assert_error_contains(outcome, "do not call the same collectives")
 
 
-def assert_said(outcome: Outcome, words: str) -> None:
+def assert_error_contains(outcome: Outcome, text: str) -> None:
     assert outcome.error is not None, outcome
-    assert words in outcome.error.strip().splitlines()[-1], outcome
+    assert text in outcome.error.strip().splitlines()[-1], outcome

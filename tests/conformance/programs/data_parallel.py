@@ -24,12 +24,12 @@ class Model(nn.Module):
         super().__init__()
         self.begin = nn.Linear(8, 32)
         self.norm = nn.BatchNorm1d(32)
-        self.sometimes = nn.Linear(32, 32)
+        self.conditional = nn.Linear(32, 32)
         self.end = nn.Linear(32, 4)
 
     def forward(self, batch: Tensor, is_whole: bool = True) -> Tensor:
         batch = self.norm(self.begin(batch))
-        return self.end(self.sometimes(batch) if is_whole else batch)
+        return self.end(self.conditional(batch) if is_whole else batch)
 
 
 @program()
