@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import names
 from benchmarks.contenders import silence_lightning
-from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Numbered, StepLog
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,23 +30,23 @@ class Layers(pl.LightningModule):
         super().__init__()
         self.job = job
         self.net = job.net()
-        self.notes: Notes | None = None
+        self.step_log: StepLog | None = None
 
     def on_train_start(self) -> None:
         """Starts a record, also after the ranks of an elastic strategy have changed."""
-        self.notes = Notes(self.job)
+        self.step_log = StepLog(self.job)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns a loss, unless the rank kills itself."""
-        assert self.notes is not None
-        self.notes.exit_if_due(self.global_rank, self.trainer.global_step)
+        assert self.step_log is not None
+        self.step_log.exit_if_due(self.global_rank, self.trainer.global_step)
         loss: Tensor = self.net(batch[1]).square().mean()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """Records the step."""
-        assert self.notes is not None
-        self.notes.step(self.trainer.global_step, self.global_rank, self.trainer.world_size, batch[0])
+        assert self.step_log is not None
+        self.step_log.step(self.trainer.global_step, self.global_rank, self.trainer.world_size, batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns Adam, whose state has twice the size of the parameters."""

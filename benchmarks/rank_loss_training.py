@@ -118,7 +118,7 @@ class Step:
     samples: list[int]
 
 
-class Notes:
+class StepLog:
     """Record of a rank, with one line per step, so that a SIGKILL leaves whole lines. Kills the rank at its step.
 
     Args:

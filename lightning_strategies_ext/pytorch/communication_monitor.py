@@ -288,7 +288,7 @@ class CommunicationMonitor(Callback):
         self._history.append(times)
         if len(self._history) > _MAX_HISTORY:
             first, *others = self._history
-            self._history = [first, [combined(of_rank) for of_rank in zip(*others, strict=True)]]
+            self._history = [first, [combined(times_of_rank) for times_of_rank in zip(*others, strict=True)]]
         self._recent = windows
         self._shown = f"{exposed_share(times):.0%}"
         if trainer.loggers:
@@ -316,7 +316,7 @@ class CommunicationMonitor(Callback):
         if not self._history:
             return
         history = self._history[1:] or self._history  # the first steps are slower than others
-        self.rank_times = [combined(of_rank) for of_rank in zip(*history, strict=True)]
+        self.rank_times = [combined(times_of_rank) for times_of_rank in zip(*history, strict=True)]
         self.advice = advise(self.rank_times, _job_of(trainer, self._recent))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write(trainer, with_plot)

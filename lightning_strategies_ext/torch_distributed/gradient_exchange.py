@@ -223,15 +223,15 @@ def check_can_join(model_averaging_argument: str | None, ddp_kwargs: Mapping[str
     Raises:
         ValueError: If models are averaged, or gradients are exchanged among some ranks only.
     """
-    what = None
+    conflict = None
     if model_averaging_argument is not None:
-        what = f"`{model_averaging_argument}` averages the models of all ranks"
+        conflict = f"`{model_averaging_argument}` averages the models of all ranks"
     for name in ("process_group", "device_mesh"):
         if ddp_kwargs.get(name) is not None:
-            what = f"`{name}` exchanges gradients among some ranks"
-    if what is not None:
+            conflict = f"`{name}` exchanges gradients among some ranks"
+    if conflict is not None:
         raise ValueError(
-            f"`uneven_inputs='join'` averages gradients over all ranks that have data, but {what}. Omit one of the"
+            f"`uneven_inputs='join'` averages gradients over all ranks that have data, but {conflict}. Omit one of the"
             " two, or use `uneven_inputs='stop'`."
         )
 

@@ -57,13 +57,13 @@ def skip(is_manual: bool, arguments: dict[str, Any]) -> tuple[str, float]:
     return str(caught.value), model.weight.item()
 
 
-@pytest.mark.parametrize("way", ["compiled", "in rounds"])
+@pytest.mark.parametrize("implementation", ["compiled", "in rounds"])
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb": 25}, {"ddp_comm_hook": "bf16"}], ids=str)
 @pytest.mark.parametrize("is_manual", [False, True], ids=["zero", "manual"])
 def test_all_ranks_get_an_error_that_names_the_batches(
-    is_manual: bool, arguments: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+    is_manual: bool, arguments: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if way == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if implementation == "compiled" else "0")
     compresses = "ddp_comm_hook" in arguments
     for text, weight in run_ranks(skip, is_manual, {"compression": "bf16"} if compresses else arguments):
         assert "rank 0 exchanges gradients of batch 2" in text

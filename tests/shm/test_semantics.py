@@ -180,8 +180,8 @@ class TwoBranches(torch.nn.Module):
         self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         self.head = torch.nn.Linear(8, 2)
 
-    def forward(self, values: torch.Tensor, way: int) -> torch.Tensor:
-        return self.head(torch.relu(self.branches[way](values)))
+    def forward(self, values: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.head(torch.relu(self.branches[branch](values)))
 
 
 def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]:

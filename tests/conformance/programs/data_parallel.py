@@ -115,7 +115,7 @@ def joins_with_uneven_inputs() -> Any:
 
 
 @program()
-def joins_with_gradients_divided_by_those_who_take_part() -> Any:
+def joins_with_gradients_divided_by_contributing_ranks() -> Any:
     model = _wrapped()
     with model.join(divide_by_initial_world_size=False):
         for _ in range(2 + 2 * dist.get_rank()):
@@ -124,7 +124,7 @@ def joins_with_gradients_divided_by_those_who_take_part() -> Any:
 
 
 @program()
-def join_says_who_ended_first() -> Any:
+def join_names_the_rank_that_ended_first() -> Any:
     model = _wrapped()
     try:
         with model.join(throw_on_early_termination=True):
