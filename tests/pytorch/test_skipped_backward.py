@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.support import ranks
 from tests.support.models import MLP, TwoOptimizers, loader, make_trainer
 from tests.support.ranks import run_ranks
@@ -63,7 +63,7 @@ def skip(is_manual: bool, arguments: dict[str, Any]) -> tuple[str, float]:
 def test_all_ranks_get_an_error_that_names_the_batches(
     is_manual: bool, arguments: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if implementation == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if implementation == "compiled" else "0")
     compresses = "ddp_comm_hook" in arguments
     for text, weight in run_ranks(skip, is_manual, {"compression": "bf16"} if compresses else arguments):
         assert "rank 0 exchanges gradients of batch 2" in text

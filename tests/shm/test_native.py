@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import SOURCE, NativeLibraryError, compile_library
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE, library
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
@@ -30,7 +30,7 @@ COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
 def reduce_with_both_implementations(num_tensors: int, seed: int) -> list[bytes]:
     os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(16 * SLOT_NUM_BYTES)
     rank = start_shm()
-    os.environ[DISABLE_VARIABLE] = "0"
+    os.environ[NATIVE_VARIABLE] = "0"
     library.cache_clear()
     in_rounds = dist.new_group(backend="shm")
     assert dist.group.WORLD._native is not None
@@ -118,7 +118,7 @@ def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("implementation", ["compiled", "in rounds"])
 def test_a_rank_that_waits_sleeps(implementation: str, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if implementation == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if implementation == "compiled" else "0")
     seconds, cpu_seconds = run_ranks(wait_for_a_late_rank, is_asynchronous)[0]
     assert seconds > 1
     assert cpu_seconds < 0.2
@@ -167,7 +167,7 @@ def reduce_in_two_groups() -> tuple[float, bool]:
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ({DISABLE_VARIABLE: "0"}, f"{DISABLE_VARIABLE}=0"),
+        ({NATIVE_VARIABLE: "0"}, f"{NATIVE_VARIABLE}=0"),
         ({"CC": "no-such-compiler"}, "there is no C compiler (no-such-compiler)"),
         ({"CC": "false -v"}, "false fails"),
     ],
@@ -186,7 +186,7 @@ def test_without_a_native_library_operations_use_rounds_and_the_reason_is_logged
 
 def reduce_where_one_has_no_compiler() -> tuple[float, bool]:
     if os.environ["LOCAL_RANK"] == "1":
-        os.environ[DISABLE_VARIABLE] = "0"
+        os.environ[NATIVE_VARIABLE] = "0"
     return reduce_in_two_groups()
 
 
@@ -198,7 +198,7 @@ def test_all_ranks_use_rounds_if_one_rank_lacks_the_native_library():
 def cached_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provides the empty cache directory of the library."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
+    monkeypatch.delenv(NATIVE_VARIABLE, raising=False)
     library.cache_clear()
     return tmp_path / "cache" / "shm"
 

@@ -22,7 +22,7 @@ from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.shm import compiler, native_build, rendezvous
 from lightning_strategies_ext.shm.links import LocalPeer, PeerLostError
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from tests.shm.start import start_shm
 from tests.support import ranks
@@ -52,7 +52,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
 @needs_root
 @pytest.mark.parametrize("home", [None, "/root", "/proc"])
 def test_a_user_without_a_home_trains_and_the_cost_is_logged(home: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(ranks.rank_environment, DISABLE_VARIABLE, raising=False)
+    monkeypatch.delitem(ranks.rank_environment, NATIVE_VARIABLE, raising=False)
     outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
     messages = [[line for line in outcome.output.splitlines() if "cannot be stored" in line] for outcome in outcomes]
@@ -81,7 +81,7 @@ def no_directory() -> None:
 def cached_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provides the path of the cached library."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
+    monkeypatch.delenv(NATIVE_VARIABLE, raising=False)
     library.cache_clear()
     library()
     library.cache_clear()

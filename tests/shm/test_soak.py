@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -57,7 +57,7 @@ def reduce_until_a_rank_exits(seed: int, num_killed: int) -> tuple[str, float, i
 @pytest.mark.timeout(900 + 10 * NUM_ROUNDS)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_the_other_ranks_exit_within_seconds_of_any_kill(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, str(int(is_compiled)))
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, str(int(is_compiled)))
     for number in range(NUM_ROUNDS):
         size = 2 + number % 3
         num_killed = 1 + (number // 3) % (size - 1)

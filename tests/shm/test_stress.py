@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
 from tests.shm.programs import (
     GLOO_IS_WHOLE,
@@ -207,7 +207,7 @@ WORKLOADS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
 
 
 @pytest.mark.timeout(900 * FACTOR)

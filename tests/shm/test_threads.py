@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import run_ranks
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
     return request.param
 
 
