@@ -13,21 +13,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.shm.creation import ShmOptions
-from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
-from tests.support import ranks
 from tests.support.private_dev_shm import private_shared_memory
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 NUM_LARGE = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
-    return request.param
 
 
 def pids_of_ranks(rank: int) -> list[int]:

@@ -8,21 +8,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.identities import BATCH, BUCKET, GRADIENTS, IdentityKind, current
-from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
-from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("implementation")]
 
 BUFFERS = int(IdentityKind.BUFFERS)
 SECOND, THIRD = GRADIENTS + 2 * BATCH, GRADIENTS + 3 * BATCH
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
-    return request.param
 
 
 def all_reduce(tensor: torch.Tensor, is_asynchronous: bool) -> None:

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
 from tests.shm.programs import (
     GLOO_IS_WHOLE,
@@ -34,9 +33,9 @@ from tests.shm.programs import (
     subgroups_of,
 )
 from tests.shm.start import TIMEOUT_S, start_shm
-from tests.support.ranks import rank_environment, run_ranks
+from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("implementation")]
 
 #: ``SHM_STORMS=100`` multiplies the number of workloads, for example for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
@@ -202,12 +201,6 @@ def moves(draw: st.DrawFn) -> Move:
 
 
 WORKLOADS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_size=5)
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
 
 
 @pytest.mark.timeout(900 * FACTOR)

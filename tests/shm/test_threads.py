@@ -17,19 +17,10 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
-from tests.support import ranks
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
-    return request.param
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("implementation")]
 
 
 def in_threads(function: Callable[[int], Any], num_threads: int) -> list[Any]:
