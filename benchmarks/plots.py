@@ -39,23 +39,34 @@ def _columns(rows: list[Payload], kind: str) -> dict[str, list[Spread]]:
     return {name: [Spread(**row[kind][name]) for row in rows] for name in rows[0][kind]}
 
 
-def _step_time(payload: Payload, directory: Path, name: str) -> Path:
-    rows = payload["results"]
-    labels = [row["case"] for row in rows]
-    panels = [
-        Panel("ms per step", labels, _columns(rows, "ms_per_step"), is_logarithmic=True),
-        Panel("ratio of times", labels, _columns(rows, "ratios"), line_at=1, line_label="equal"),
+def _times_and_ratios(
+    rows: list[Payload], kind: str, title: str, *, label: str = "case", is_logarithmic: bool = False
+) -> list[Panel]:
+    """Returns a panel of times on a logarithmic axis, and a panel of their ratios.
+
+    Args:
+        rows: Rows of a benchmark.
+        kind: Key of the times in each row.
+        title: Title of the panel of times.
+        label: Key of the label in each row.
+        is_logarithmic: Whether the axis of the ratios is logarithmic.
+    """
+    labels = [row[label] for row in rows]
+    return [
+        Panel(title, labels, _columns(rows, kind), is_logarithmic=True),
+        Panel("ratio of times", labels, _columns(rows, "ratios"), 1, "equal", is_logarithmic=is_logarithmic),
     ]
+
+
+def _step_time(payload: Payload, directory: Path, name: str) -> Path:
+    panels = _times_and_ratios(payload["results"], "ms_per_step", "ms per step")
     return draw(directory, name, f"Training step, {payload['settings'].get('ranks', '2 CPU ranks')}", panels)
 
 
 def _collectives(payload: Payload, directory: Path, name: str) -> Path:
-    rows = payload["results"]
-    labels = [row["operation"] for row in rows]
-    panels = [
-        Panel("microseconds per call", labels, _columns(rows, "us_per_call"), is_logarithmic=True),
-        Panel("ratio of times", labels, _columns(rows, "ratios"), 1, "equal", is_logarithmic=True),
-    ]
+    panels = _times_and_ratios(
+        payload["results"], "us_per_call", "microseconds per call", label="operation", is_logarithmic=True
+    )
     return draw(directory, name, "Collectives, 2 CPU ranks", panels)
 
 
@@ -85,23 +96,14 @@ def _dp(payload: Payload, directory: Path, name: str) -> Path:
 
 
 def _horovod(payload: Payload, directory: Path, name: str) -> Path:
-    rows = payload["results"]
-    labels = [row["case"] for row in rows]
-    panels = [
-        Panel("ms per step", labels, _columns(rows, "ms_per_step"), is_logarithmic=True),
-        Panel("ratio of times", labels, _columns(rows, "ratios"), line_at=1, line_label="equal"),
-    ]
+    panels = _times_and_ratios(payload["results"], "ms_per_step", "ms per step")
     return draw(directory, name, "Training step on Horovod, 2 CPU ranks", panels)
 
 
 def _spawn(payload: Payload, directory: Path, name: str) -> Path:
     times = [row for row in payload["results"] if "seconds" in row]
     memory = [row for row in payload["results"] if "extra_over_result" in row]
-    labels = [row["case"] for row in times]
-    panels = [
-        Panel("seconds", labels, _columns(times, "seconds"), is_logarithmic=True),
-        Panel("ratio of times", labels, _columns(times, "ratios"), 1, "equal", is_logarithmic=True),
-    ]
+    panels = _times_and_ratios(times, "seconds", "seconds", is_logarithmic=True)
     if memory:
         goal = memory[0]["goal"]["largest_extra_over_result"]
         label, spreads = "peak extra memory over size of result", _columns(memory, "extra_over_result")

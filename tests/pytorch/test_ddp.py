@@ -26,6 +26,7 @@ from lightning_strategies_ext.registry import FABRIC, STRATEGIES
 from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.models import (
     MLP,
+    ManualMLP,
     WithBatchNorm,
     assert_same_bits,
     fit,
@@ -242,11 +243,7 @@ def gradients_with_and_without_sync() -> list[bool]:
     """Returns whether ranks have equal gradients after a blocked backward pass, and after the next backward pass."""
     agree = []
 
-    class Module(MLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Module(ManualMLP):
         def training_step(self, batch, batch_idx):
             strategy = self.trainer.strategy
             with strategy.block_backward_sync():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.support.dp_training import assert_trains_alike, each_mode, train
-from tests.support.models import MLP, NUM_CLASSES, TwoOptimizers, assert_close, state_of
+from tests.support.models import MLP, NUM_CLASSES, ManualMLP, TwoOptimizers, assert_close, state_of
 
 
 @each_mode
@@ -58,11 +58,7 @@ def test_a_gan_trains_alike(make_strategy):
     assert_trains_alike(make_strategy(3), Gan)
 
 
-class WithClosure(MLP):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
+class WithClosure(ManualMLP):
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
 

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_strategies_ext import DataParallelStrategy
 from tests.support.dp_training import each_mode, train
-from tests.support.models import MLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
+from tests.support.models import MLP, ManualMLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 from tests.support.ranks import kill_tree, start_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -250,11 +250,7 @@ def test_state_that_would_be_lost_is_an_error_and_not_a_loss(make_strategy, make
     assert_close(state_of(model), before)
 
 
-class StepsInOne(MLP):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
+class StepsInOne(ManualMLP):
     def training_step(self, batch, batch_idx):
         if (batch[1] == 0).sum() > 2:
             self.manual_backward(self.loss(batch))

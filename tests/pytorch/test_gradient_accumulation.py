@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.nn import functional
 
-from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
+from tests.support.models import MLP, ManualMLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -134,12 +134,8 @@ def test_resuming_inside_a_window_ends_it_where_it_would_have_ended(tmp_path):
         assert_same_bits(our_state, their_state)
 
 
-class ManualAccumulation(MLP):
+class ManualAccumulation(ManualMLP):
     """A model with an optimizer per half, which exchanges gradients in every second micro-batch only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         is_last = batch_idx % 2 == 1

@@ -31,6 +31,7 @@ from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import (
     MLP,
     NUM_CLASSES,
+    ManualMLP,
     TwoOptimizers,
     WithUnusedParameters,
     assert_close,
@@ -51,12 +52,8 @@ LAUNCHERS = ("horovodrun", "mpirun")
 # --- functions of ranks, which also run with ddp_ext ---
 
 
-class Accumulates(MLP):
+class Accumulates(ManualMLP):
     """Manual optimization with two backward passes per step, of which the first exchanges no gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_strategies_ext import HorovodStrategy
 from tests.pytorch.test_horovod import Accumulates
 from tests.support.horovod_ranks import run_horovod, try_horovod
-from tests.support.models import MLP, assert_close, loader, make_trainer, weights_after
+from tests.support.models import MLP, ManualMLP, assert_close, loader, make_trainer, weights_after
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -108,11 +108,7 @@ class Probes(MLP):
         self.zero_grad()
 
 
-class BackwardByHand(MLP):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
+class BackwardByHand(ManualMLP):
     def training_step(self, batch, batch_idx):
         self.loss(batch).backward()
         self.optimizers().step()
@@ -159,12 +155,8 @@ class EditsManually(EditsGradients):
         self.optimizers().zero_grad()
 
 
-class Toggles(MLP):
+class Toggles(ManualMLP):
     """A model that toggles an optimizer after the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()[batch_idx % 2]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.support import ranks
-from tests.support.models import MLP, TwoOptimizers, loader, make_trainer
+from tests.support.models import MLP, ManualMLP, TwoOptimizers, loader, make_trainer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -71,12 +71,8 @@ def test_all_ranks_get_an_error_that_names_the_batches(
         assert weight == -4.0  # batches 0 and 1
 
 
-class Accumulates(MLP):
+class Accumulates(ManualMLP):
     """Manual optimization with an additional pass without an exchange on one rank, and with passes that raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

@@ -104,12 +104,19 @@ class WithUnusedParameters(MLP):
         return functional.cross_entropy(logits, batch[1])
 
 
-class TwoOptimizers(MLP):
-    """Manual optimization with an optimizer for each half of the model, as in a GAN."""
+class ManualMLP(MLP):
+    """A model under manual optimization; subclasses define the step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class TwoOptimizers(ManualMLP):
+    """Manual optimization with an optimizer for each half of the model, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.other = nn.Linear(NUM_CLASSES, NUM_CLASSES)
 
     def training_step(self, batch, batch_idx):
