@@ -147,13 +147,6 @@ class StageContext:
             self._collectives = self._create_collectives()
         return self._collectives
 
-    def gatherer(self, collectives: Collectives) -> Collectives | ShadowedSteps:
-        """Returns the object that gathers tensors: the given collectives, or the current steps if they handle it."""
-        steps = self.shadowed_steps
-        if steps is None or not steps.handles_all_gather or self.local_collectives is not None:
-            return collectives
-        return steps
-
     def compare_gradients(self) -> None:
         """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
         compare = self.collectives.compare

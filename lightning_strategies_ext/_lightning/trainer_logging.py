@@ -339,9 +339,9 @@ def drop_values(metric: Any) -> None:
         keep_key(metric)
 
 
-def owners_of_values(trainer: Any) -> list[Any]:
-    """Returns the objects with the position and the values of ``self.log``, ``_logger_connector`` (2.5 to 2.6)."""
-    return [trainer._logger_connector]
+def logger_connector(trainer: Any) -> Any:
+    """Returns the object with the position and the values of ``self.log``, ``_logger_connector`` (2.5 to 2.6)."""
+    return trainer._logger_connector
 
 
 def logged_sums(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:

@@ -41,7 +41,7 @@ from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import EngineGroup, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
-from lightning_strategies_ext.uneven.exact_evaluation import evaluate_together
+from lightning_strategies_ext.uneven.exact_evaluation import ExactEvaluation, evaluate_together
 
 T = TypeVar("T")
 
@@ -236,7 +236,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, see :meth:`.Collectives.all_gather` and :meth:`.ExactEvaluation.all_gather`."""
-        return self._stage_context.gatherer(self._active_collectives).all_gather(tensor, group, sync_grads)
+        context, steps = self._stage_context, self._stage_context.shadowed_steps
+        if isinstance(steps, ExactEvaluation) and context.local_collectives is None:
+            return steps.all_gather(tensor, group, sync_grads)
+        return self._active_collectives.all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:

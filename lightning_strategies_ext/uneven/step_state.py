@@ -66,7 +66,7 @@ class EvaluationStateSnapshot:
         callbacks = [each for each in trainer.callbacks if not type(each).__module__.startswith(package)]  # type: ignore[attr-defined]
         logged = trainer_logging.current_results(trainer)
         self._with_values = {id(metric) for metric in logged if not metric.has_reset}
-        owners = [*trainer.lightning_module.modules(), *callbacks, *logged, *trainer_logging.owners_of_values(trainer)]
+        owners = [*trainer.lightning_module.modules(), *callbacks, *logged, trainer_logging.logger_connector(trainer)]
         self._contents = ContentsSnapshot(owners)
 
     def restore(self) -> None:

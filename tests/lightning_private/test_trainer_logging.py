@@ -278,8 +278,8 @@ def test_a_new_key_of_a_step_without_effect_has_no_value() -> None:
     assert trainer_logging.current_results(trainer) == []
 
 
-def test_the_owner_of_logged_values_has_the_position_and_the_values() -> None:
+def test_the_connector_has_the_position_and_the_values() -> None:
     trainer, _ = fit("auto", MLP, devices=1, max_epochs=1)
-    (owner,) = trainer_logging.owners_of_values(trainer)
-    assert vars(owner)["_callback_metrics"].keys() == trainer.callback_metrics.keys()
-    assert {"_first_loop_iter", "_current_fx", "_logged_metrics", "_progress_bar_metrics"} <= vars(owner).keys()
+    attributes = vars(trainer_logging.logger_connector(trainer))
+    assert attributes["_callback_metrics"].keys() == trainer.callback_metrics.keys()
+    assert {"_first_loop_iter", "_current_fx", "_logged_metrics", "_progress_bar_metrics"} <= attributes.keys()
