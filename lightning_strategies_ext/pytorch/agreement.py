@@ -47,7 +47,7 @@ def start_agreement(
         return
     stack = context.agreement = ExitStack()
     if argument_on_losses(checks) is not None:
-        stack.callback(StepLosses(trainer, context, collectives, device, checks).install())
+        stack.callback(StepLosses(trainer, context, collectives, device, checks).close)
     if context.size == 1:
         return
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):
