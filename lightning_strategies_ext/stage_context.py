@@ -97,6 +97,8 @@ class StageContext:
         evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
         coordinated_stop: This rank's part in stopping all ranks before the same step.
+        compare_gradients: Function that compares the batch of a backward pass with those of the other ranks, if ranks
+            compare their collectives; else None.
         exchange_log: Batches of the gradient exchanges, if ranks compare them after the exchange; else None.
         reached_parameters: A parameter, if the current backward pass has reached it; None if every pass exchanges.
         batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
@@ -128,6 +130,7 @@ class StageContext:
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
         self.batch_progress: BatchProgress | None = None
+        self.compare_gradients: Callable[[], None] | None = None
         self.exchange_log: ExchangeLog | None = None
         self.reached_parameters: deque[Tensor] | None = None
         self.coordinated_stop: CoordinatedStop = CoordinatedStop(
@@ -146,12 +149,6 @@ class StageContext:
         if self._collectives is None:
             self._collectives = self._create_collectives()
         return self._collectives
-
-    def compare_gradients(self) -> None:
-        """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
-        compare = self.collectives.compare
-        if compare is not None and self.batch_progress is not None:
-            compare(f"exchange of the gradients of batch {self.batch_progress.ready - 1}")
 
     # --- entering ---
 

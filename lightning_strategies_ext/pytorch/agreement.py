@@ -42,7 +42,7 @@ def start_agreement(
     """
     context.end_agreement()
     if context.size > 1 and checks.check_collectives:
-        compare_collectives(context.collectives)
+        compare_collectives(context)
     if trainer.state.fn != TrainerFn.FITTING:
         return
     stack = context.agreement = ExitStack()

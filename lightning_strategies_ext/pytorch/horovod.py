@@ -335,7 +335,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, HorovodGradientExchange)
-            if self._checks.check_collectives and not exchange.is_held_back:
+            if self._stage_context.compare_gradients is not None and not exchange.is_held_back:
                 self._stage_context.compare_gradients()
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
