@@ -35,6 +35,7 @@ _COLLECTIVE_ERROR_PATTERN = re.compile(
 )
 _ADVICE = "_lightning_strategies_ext_advice"
 _PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
+_TIMEOUT_PATTERN = re.compile("[Tt]imed out|timeout")
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -222,6 +223,11 @@ def is_collective_error(exception: BaseException) -> bool:
         return False
     is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
     return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(_message(exception)) is not None
+
+
+def is_timeout(exception: BaseException) -> bool:
+    """Returns whether a collective's exception says that its timeout has passed."""
+    return _TIMEOUT_PATTERN.search(_message(exception)) is not None
 
 
 def is_peer_loss(exception: BaseException) -> bool:

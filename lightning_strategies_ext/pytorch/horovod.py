@@ -133,7 +133,8 @@ class HorovodStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks, exact_evaluation)
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate, self._uneven_inputs = scale_learning_rate, uneven_inputs
-        self._has_equal_models, self._has_work_before_step = process_set is None, broadcast_buffers
+        self._has_equal_models = process_set is None
+        self._before_forward_of_step = self._share_buffers_of_step if broadcast_buffers else None
         self._are_buffers_stale = True
         self._deltas: AdasumExchange | None = None
         self._undo = ExitStack()  # what the stage has replaced: metrics and batch normalization
@@ -286,7 +287,7 @@ class HorovodStrategy(ParallelStrategy):
             self._deltas = AdasumExchange(self.lightning_module, self._options)
         else:
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
-            exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
+            exchange.broadcast_buffers = self._broadcast_buffers if self._before_forward_of_step is not None else None
             self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
         start_uneven_inputs = self._stage_context.start_uneven_inputs
         self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
@@ -299,8 +300,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- step ---
 
-    @override
-    def _before_forward_of_step(self) -> None:
+    def _share_buffers_of_step(self) -> None:
         exchange = self._stage_context.gradient_exchange
         # As in DDP, not within an accumulation window.
         if self._are_buffers_stale:
@@ -335,7 +335,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, HorovodGradientExchange)
-            if self._checks.check_collectives and not exchange.is_held_back:
+            if self._stage_context.compare_gradients is not None and not exchange.is_held_back:
                 self._stage_context.compare_gradients()
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
