@@ -127,11 +127,11 @@ class MeasuredProcess:
                 end_tree(self.process)
                 self._fail(f"did not start within {START_TIMEOUT_S:g} s")
 
-    def _fail(self, what: str) -> NoReturn:
+    def _fail(self, problem: str) -> NoReturn:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_TIMEOUT_S)
         output = self.output.read_text(errors="replace")[-20_000:]
-        raise RuntimeError(f"The measured process of {self.revision.name} {what}:\n{output}")
+        raise RuntimeError(f"The measured process of {self.revision.name} {problem}:\n{output}")
 
     def measure(self, row: str) -> dict[str, float]:
         """Measures a row once."""
@@ -206,16 +206,16 @@ def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) 
         parts: What to measure.
     """
     samples: dict[str, list[tuple[float, float]]] = {}
-    left_out: list[str] = []
+    omitted: list[str] = []
     with check_out(arguments.against) as (today, other):
         has_native_library = {revision.name: build(revision) for revision in (today, other)}
         for part in parts:
             found, missing = measure_part(part, (today, other), arguments.rows)
             samples |= found
-            left_out += missing
-    if not samples and not left_out:
+            omitted += missing
+    if not samples and not omitted:
         raise SystemExit(f"--rows: no row contains any of {arguments.rows}.")
-    present(program, today, other, samples, left_out)
+    present(program, today, other, samples, omitted)
     write_json(
         arguments.output or OUTPUT,
         f"{program}_against_{other.name}",
@@ -224,7 +224,7 @@ def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) 
             "today": today.about,
             "other": other.about,
             "native library": has_native_library,
-            "left out": left_out,
+            "left out": omitted,
             "results": [summarize(row, today, other, pairs) for row, pairs in samples.items()],
         },
     )
@@ -240,7 +240,7 @@ def measure_part(
         that a revision lacks.
     """
     samples: dict[str, list[tuple[float, float]]] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
     rounds_per_start = ROUNDS_PER_START if part.num_ranks else part.rounds
     for start in range(0, part.rounds, rounds_per_start):
         with ExitStack() as stack:
@@ -250,8 +250,8 @@ def measure_part(
                 for row, lacks in by_row.items():
                     if lacks:
                         more = f" and {len(lacks) - 1} more names" if len(lacks) > 1 else ""
-                        left_out[row] = f"{row} ({process.revision.name} has no {lacks[0]}{more})"
-            rows = [row for row in missing[0] if row not in left_out]
+                        omitted[row] = f"{row} ({process.revision.name} has no {lacks[0]}{more})"
+            rows = [row for row in missing[0] if row not in omitted]
             # New ranks measure a round that does not count, because they import modules and allocate memory in it.
             uncounted = [-1] if part.num_ranks and rows else []
             for number in [*uncounted, *range(start, min(start + rounds_per_start, part.rounds))]:
@@ -267,7 +267,7 @@ def measure_part(
                     print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
             if not rows:
                 break
-    return samples, list(left_out.values())
+    return samples, list(omitted.values())
 
 
 def build(revision: Revision) -> bool:
@@ -369,7 +369,7 @@ def present(
     today: Revision,
     other: Revision,
     samples: dict[str, list[tuple[float, float]]],
-    left_out: Sequence[str],
+    omitted: Sequence[str],
 ) -> None:
     """Prints the ratios, and the omitted rows."""
     ratio = f"{today.name}/{other.name}"
@@ -389,7 +389,7 @@ def present(
         print_table(f"{program}: two revisions in turns, median [quartiles]", columns, table, caption)
     else:
         print(f"{program}: today and {other.name} ({other.about}) have no row in common.")
-    for line in left_out:
+    for line in omitted:
         print(f"omitted: {line}")
 
 

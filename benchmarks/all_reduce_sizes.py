@@ -269,8 +269,8 @@ def run(numbers_of_ranks: list[int], rounds: int, directory: Path) -> None:
             from benchmarks.horovod_ranks import run_ranks_under
 
             per_rank = run_ranks_under("mpirun", measure_horovod, rounds, num_ranks=num_ranks)
-            for size, also in of_slowest_rank_by_size(per_rank).items():
-                us[size].update(also)
+            for size, row in of_slowest_rank_by_size(per_rank).items():
+                us[size].update(row)
         summaries += [summarize(num_ranks, size, us[size]) for size in SIZES]
         print(f"measured {num_ranks} ranks", file=sys.stderr, flush=True)
     goals = compare_with_goals(summaries)

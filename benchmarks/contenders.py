@@ -311,7 +311,9 @@ def train_over(backend: str, train: Training, case: Case, length: Length) -> tup
     return train(case, length)
 
 
-def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length, reference: str) -> dict[str, float]:
+def train_alternately(
+    contenders: Mapping[str, Training], case: Case, length: Length, reference: str
+) -> dict[str, float]:
     """Trains each contender once, in the given order, and checks that they did the same work.
 
     Returns:
@@ -337,7 +339,7 @@ def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length
 def train_in_rounds(
     contenders: Mapping[str, Training], case: Case, length: Length, rounds: int, reference: str
 ) -> dict[str, list[float]]:
-    """Trains the contenders as :func:`train_in_turn` does, in an order that changes from round to round.
+    """Trains the contenders as :func:`train_alternately` does, in an order that changes from round to round.
 
     Returns:
         Milliseconds per step of each contender in each round.
@@ -345,7 +347,7 @@ def train_in_rounds(
     ms: dict[str, list[float]] = {name: [] for name in contenders}
     for round_index in range(rounds):
         in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
-        for name, sample in train_in_turn(in_order, case, length, reference).items():
+        for name, sample in train_alternately(in_order, case, length, reference).items():
             ms[name].append(sample)
     return ms
 

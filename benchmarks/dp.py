@@ -45,8 +45,8 @@ from benchmarks.contenders import (
     make_net,
     silence_lightning,
     time_of_completion,
+    train_alternately,
     train_in_rounds,
-    train_in_turn,
     train_with_lightning,
 )
 from benchmarks.plots import draw_plot
@@ -97,7 +97,7 @@ def arenas() -> list[Arena]:
     return found
 
 
-def what_is_missing() -> list[str]:
+def missing_measurements() -> list[str]:
     """Returns what this machine cannot measure, and the reason."""
     if not torch.cuda.is_available():
         return ["Not measured: replicas on GPUs, because torch detects no GPU."]
@@ -133,7 +133,7 @@ def train_data_parallel_by_hand(case: Case, length: Length) -> tuple[float, Tens
 def measure(arena: Arena, case: Case, rounds: int, length: Length) -> dict[str, Any]:
     """Measures a case round by round."""
     # A first training per case is not counted, because torch initializes resources in it.
-    train_in_turn(arena.contenders, case, Length(warmup=1, steps=1), reference=SINGLE)
+    train_alternately(arena.contenders, case, Length(warmup=1, steps=1), reference=SINGLE)
     ms = train_in_rounds(arena.contenders, case, length, rounds, reference=SINGLE)
     print(f"measured {case.label} on the {arena.name}", file=sys.stderr, flush=True)
     return {
@@ -155,10 +155,10 @@ def measure(arena: Arena, case: Case, rounds: int, length: Length) -> dict[str, 
 def present(summaries: list[dict[str, Any]]) -> None:
     """Prints two tables per kind of device."""
     for arena in dict.fromkeys(summary["arena"] for summary in summaries):
-        here = [summary for summary in summaries if summary["arena"] == arena]
-        labels = [summary["case"] for summary in here]
+        arena_summaries = [summary for summary in summaries if summary["arena"] == arena]
+        labels = [summary["case"] for summary in arena_summaries]
         times, ratios = (
-            {name: [Spread(**summary[kind][name]) for summary in here] for name in here[0][kind]}
+            {name: [Spread(**summary[kind][name]) for summary in arena_summaries] for name in arena_summaries[0][kind]}
             for kind in ("ms_per_step", "ratios")
         )
         # Two tables, because one table would be wider than a terminal.
@@ -168,13 +168,13 @@ def present(summaries: list[dict[str, Any]]) -> None:
                 f"{title}, {arena}, one process, batches of {BATCH_SIZE}: median [quartiles]",
                 ["case", *spreads],
                 [[label, *(spreads[name][row].text() for name in spreads)] for row, label in enumerate(labels)],
-                caption=f"Smaller is better. {devices_in_words()}",
+                caption=f"Smaller is better. {devices_text()}",
             )
-    for line in [*what_is_missing(), *what_was_disturbed(summaries)]:
+    for line in [*missing_measurements(), *unreliable_measurements(summaries)]:
         print(line)
 
 
-def what_was_disturbed(summaries: list[dict[str, Any]]) -> list[str]:
+def unreliable_measurements(summaries: list[dict[str, Any]]) -> list[str]:
     """Returns messages about cases without valid ratios, because the times of the reference vary between rounds.
 
     OpenMP's threads wait for each other by spinning. If another process uses the core of a thread, a step takes many
@@ -191,7 +191,7 @@ def what_was_disturbed(summaries: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def devices_in_words() -> str:
+def devices_text() -> str:
     """Describes the devices of this machine."""
     return ", ".join([f"torch has {torch.get_num_threads()} CPU threads", *gpu_names()]) + "."
 
@@ -236,8 +236,8 @@ def main() -> None:
         "torch_threads": torch.get_num_threads(),
         "gpus": gpu_names(),
     }
-    doubts = {"not_measured": what_is_missing(), "not_to_be_used": what_was_disturbed(summaries)}
-    draw_plot(write_json(arguments.output, "dp", {"settings": settings, **doubts, "results": summaries}))
+    problems = {"not_measured": missing_measurements(), "not_to_be_used": unreliable_measurements(summaries)}
+    draw_plot(write_json(arguments.output, "dp", {"settings": settings, **problems, "results": summaries}))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.report import print_table
 from benchmarks.turns import Part, Row
 
 #: Time limit for the connections of all hosts, in seconds.
-SETTLE_S = 5.0
+CONNECT_S = 5.0
 #: Names of the package that are needed for a heartbeat on one host, and for messages between hosts.
 _FOR_HEARTBEATS = (
     "ThreadActivity",
@@ -72,19 +72,19 @@ def _attribute(value: object, *attributes: str) -> Any:
     return next(getattr(value, name) for name in attributes if hasattr(value, name))
 
 
-def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
+def time_heartbeat(num_ranks: int, rounds: int = 200) -> float:
     """Returns the seconds of one heartbeat, with the given number of ranks on the host."""
-    keys, where = _Keys(), {names.stage_and_step: "train, epoch 0, step 100"}
+    keys, step = _Keys(), {names.stage_and_step: "train, epoch 0, step 100"}
     tables = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
     tables = [table for table in tables if table is not None]
     for rank, table in enumerate(tables):
-        table.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
+        table.write(names.RankStatus(rank, **step).dump(names.SLOT_NUM_BYTES - 64))
     activity, ages = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
     seconds = []
     for beats in range(rounds):
         begin = time.perf_counter()
         activity.sample(names.HEARTBEAT_INTERVAL_S)
-        tables[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
+        tables[0].write(names.RankStatus(0, beats, **step).dump(names.SLOT_NUM_BYTES - 64))
         read = [tables[0].read(slot) for slot in range(num_ranks)]
         statuses = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
         names.update_ages(ages, statuses, names.HEARTBEAT_INTERVAL_S)
@@ -94,45 +94,47 @@ def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
     return statistics.median(seconds)
 
 
-def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
+def measure_rank_0_load(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
     """Returns the share of a core that the monitor of rank 0 uses for the messages of the given number of hosts."""
-    here, there = multiprocessing.Pipe()
-    first = multiprocessing.get_context("spawn").Process(target=_hear, args=(there, num_hosts, ranks_per_host))
+    parent_end, child_end = multiprocessing.Pipe()
+    first = multiprocessing.get_context("spawn").Process(
+        target=_serve_rank_0, args=(child_end, num_hosts, ranks_per_host)
+    )
     first.start()
-    where = {names.stage_and_step: "train, epoch 0, step 100"}
-    store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
-    peers, waiting = _peers(num_hosts, ranks_per_host), names.SelectorLoop()
-    speakers = range(ranks_per_host, len(peers), ranks_per_host)
-    hosts = {rank: names.RemoteStatus(store, peers, rank, 0, waiting) for rank in speakers}
+    step = {names.stage_and_step: "train, epoch 0, step 100"}
+    store = dist.TCPStore("127.0.0.1", parent_end.recv(), is_master=False, timeout=timedelta(seconds=60))
+    peers, loop = _peers(num_hosts, ranks_per_host), names.SelectorLoop()
+    leaders = range(ranks_per_host, len(peers), ranks_per_host)
+    hosts = {rank: names.RemoteStatus(store, peers, rank, 0, loop) for rank in leaders}
     process, used, beats = psutil.Process(first.pid), 0.0, 0
     begin = until = time.monotonic()
-    while time.monotonic() < begin + SETTLE_S + seconds:
+    while time.monotonic() < begin + CONNECT_S + seconds:
         if until <= time.monotonic():
             until, beats = time.monotonic() + names.HEARTBEAT_INTERVAL_S, beats + 1
-            for speaker, host in hosts.items():
-                ranks = range(speaker, speaker + ranks_per_host)
-                names.publish_remote(host, {rank: names.RankStatus(rank, beats, **where) for rank in ranks}, None)
-        waiting.wait(max(0.0, until - time.monotonic()))
-        if time.monotonic() < begin + SETTLE_S:
+            for leader, host in hosts.items():
+                ranks = range(leader, leader + ranks_per_host)
+                names.publish_remote(host, {rank: names.RankStatus(rank, beats, **step) for rank in ranks}, None)
+        loop.wait(max(0.0, until - time.monotonic()))
+        if time.monotonic() < begin + CONNECT_S:
             used = sum(process.cpu_times()[:2])
     used = (sum(process.cpu_times()[:2]) - used) / seconds
-    here.send("how many?")
-    assert here.recv() == len(peers) - ranks_per_host
+    parent_end.send("how many?")
+    assert parent_end.recv() == len(peers) - ranks_per_host
     for host in hosts.values():
         host.close()
     first.join()
     return used
 
 
-def _hear(connection: Connection, num_hosts: int, ranks_per_host: int) -> None:
+def _serve_rank_0(connection: Connection, num_hosts: int, ranks_per_host: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    waiting, peers = names.SelectorLoop(), _peers(num_hosts, ranks_per_host)
-    where = {names.stage_and_step: "train, epoch 0, step 100"}
-    hosts = names.RemoteStatus(store, peers, 0, 0, waiting)
+    loop, peers = names.SelectorLoop(), _peers(num_hosts, ranks_per_host)
+    step = {names.stage_and_step: "train, epoch 0, step 100"}
+    hosts = names.RemoteStatus(store, peers, 0, 0, loop)
     connection.send(store.port)
     while not connection.poll():
-        waiting.wait(names.HEARTBEAT_INTERVAL_S)
-        names.publish_remote(hosts, {0: names.RankStatus(0, **where)}, None)
+        loop.wait(names.HEARTBEAT_INTERVAL_S)
+        names.publish_remote(hosts, {0: names.RankStatus(0, **step)}, None)
     statuses = _attribute(hosts, "statuses", "signs").values()
     connection.send(sum(_attribute(status, "heartbeat", "beats") > 0 for status in statuses))
     os._exit(0)
@@ -145,17 +147,17 @@ def _peers(num_hosts: int, ranks_per_host: int) -> dict[int, Any]:
 def rows(num_ranks: list[int], num_hosts: list[int], ranks_per_host: int, seconds: float) -> dict[str, Row]:
     """Returns the rows of ``--against``: heartbeats by number of ranks, messages by number of hosts."""
 
-    def look(row: str, num: int) -> dict[str, float]:
-        return {f"{row}, us": 1e6 * time_of_a_look(num)}
+    def heartbeat_row(row: str, num: int) -> dict[str, float]:
+        return {f"{row}, us": 1e6 * time_heartbeat(num)}
 
-    def load(row: str, num: int) -> dict[str, float]:
-        return {f"{row}, % of a core": 100 * load_of_first(num, ranks_per_host, seconds)}
+    def load_row(row: str, num: int) -> dict[str, float]:
+        return {f"{row}, % of a core": 100 * measure_rank_0_load(num, ranks_per_host, seconds)}
 
-    looks = {f"heartbeat, {num} ranks on the host": num for num in num_ranks}
+    heartbeats = {f"heartbeat, {num} ranks on the host": num for num in num_ranks}
     loads = {f"messages of {num} hosts to rank 0": num for num in num_hosts}
     return {
-        **{row: Row(partial(look, row, num), _FOR_HEARTBEATS) for row, num in looks.items()},
-        **{row: Row(partial(load, row, num), _FOR_MESSAGES) for row, num in loads.items()},
+        **{row: Row(partial(heartbeat_row, row, num), _FOR_HEARTBEATS) for row, num in heartbeats.items()},
+        **{row: Row(partial(load_row, row, num), _FOR_MESSAGES) for row, num in loads.items()},
     }
 
 
@@ -179,14 +181,14 @@ def main() -> None:
         }
         against.compare("failure_monitor", options, [Part("benchmarks.failure_monitor:rows", options.rounds, settings)])
         return
-    looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
+    heartbeats = [(str(num), time_heartbeat(num)) for num in options.ranks]
     rows = [
         [num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / names.HEARTBEAT_INTERVAL_S:.2f} %"]
-        for num, seconds in looks
+        for num, seconds in heartbeats
     ]
     print_table("One heartbeat of a failure monitor", ["ranks on the host", "time", "of a core"], rows)
     each = options.ranks_per_host
-    loads = [(str(num), load_of_first(num, each, options.seconds)) for num in options.hosts]
+    loads = [(str(num), measure_rank_0_load(num, each, options.seconds)) for num in options.hosts]
     print_table(
         f"Messages of hosts with {each} ranks each to rank 0",
         ["hosts", "of a core"],

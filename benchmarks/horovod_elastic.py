@@ -61,7 +61,7 @@ def measure_round(num_parameters: int) -> dict[str, float]:
     lines.sort(key=lambda line: line["at"])
     killed_at = next(line["at"] for line in lines if line["what"] == "kill")
     after = [line for line in lines if line["at"] > killed_at and line["world"] == 1]
-    first = {what: next(line["at"] for line in after if line["what"] == what) for what in ("start", "end")}
+    first = {event: next(line["at"] for line in after if line["what"] == event) for event in ("start", "end")}
     own = [line for line in lines if line["rank"] == 0 and line["world"] == 2]
     steps = [
         (start["step"], end["at"] - start["at"], start["at"] - before["at"])

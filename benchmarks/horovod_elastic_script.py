@@ -32,9 +32,9 @@ class Wide(pl.LightningModule):
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_parameters // WIDTH**2)))
         self.directory, self.kill_at = directory, kill_at
 
-    def note(self, what: str, at: float | None = None) -> None:
+    def record(self, event: str, at: float | None = None) -> None:
         """Records an event at the current time, or at a given time."""
-        line = {"what": what, "at": time.monotonic() if at is None else at, "step": self.trainer.global_step}
+        line = {"what": event, "at": time.monotonic() if at is None else at, "step": self.trainer.global_step}
         with (self.directory / f"process{os.getpid()}").open("a") as file:
             file.write(json.dumps({**line, "rank": self.global_rank, "world": self.trainer.world_size}) + "\n")
 
@@ -44,9 +44,9 @@ class Wide(pl.LightningModule):
         killed = self.directory / "killed"
         if self.global_rank == 1 and self.trainer.global_step == self.kill_at and not killed.exists():
             killed.touch()
-            self.note("kill")
+            self.record("kill")
             os.kill(os.getpid(), signal.SIGKILL)
-        self.note("start", started)
+        self.record("start", started)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Returns a loss."""
@@ -55,7 +55,7 @@ class Wide(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the end of the batch."""
-        self.note("end")
+        self.record("end")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns Adam, whose state has twice the size of the parameters."""

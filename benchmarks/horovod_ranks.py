@@ -28,8 +28,8 @@ from benchmarks.contenders import (
     Length,
     make_net,
     silence_lightning,
+    train_alternately,
     train_in_rounds,
-    train_in_turn,
     train_with_lightning,
 )
 from benchmarks.horovod_commands import BIN, start_of
@@ -100,14 +100,14 @@ def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[
     # Horovod's thread communicates in each cycle, also while `ddp` trains. Horovod over MPI cannot be shut down and
     # started again, so `ddp` is measured first and not in turn.
     alone = [
-        [train_in_turn({PEER: stock}, case, length, reference=PEER)[PEER] for _ in range(rounds)] for case in cases
+        [train_alternately({PEER: stock}, case, length, reference=PEER)[PEER] for _ in range(rounds)] for case in cases
     ]
     import horovod.torch as hvd
 
     hvd.init()
-    results = measure_in_turn({BY_HAND: train_by_hand}, cases, rounds, length)
+    results = measure_alternately({BY_HAND: train_by_hand}, cases, rounds, length)
     for case, result, ms in zip(cases, results, alone, strict=True):
-        train_in_turn({BY_HAND: train_by_hand, PEER: stock}, case, Length(1, 3), reference=BY_HAND)
+        train_alternately({BY_HAND: train_by_hand, PEER: stock}, case, Length(1, 3), reference=BY_HAND)
         result["ms"][PEER] = ms
     return results
 
@@ -122,13 +122,15 @@ def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[st
     silence_lightning()
     train_with_lightning(OURS, cases[0], Length(1, 1))  # starts Horovod
     contenders = {OURS: partial(train_with_lightning, OURS), BY_HAND_TUNED: train_by_hand}
-    results = measure_in_turn(contenders, cases, rounds, length)
+    results = measure_alternately(contenders, cases, rounds, length)
     for case, result in zip(cases, results, strict=True):
         result.update(count_traffic(case))
     return results
 
 
-def measure_in_turn(contenders: dict[str, Any], cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+def measure_alternately(
+    contenders: dict[str, Any], cases: list[Case], rounds: int, length: Length
+) -> list[dict[str, Any]]:
     """Returns per case ``ms``: contender → one value per round, in an order that changes from round to round."""
     results: list[dict[str, Any]] = []
     for case in cases:

@@ -94,8 +94,8 @@ def measure(job: Job, rate: float, rounds: int, timeout_s: float) -> Measured:
                 order = rotated(job.contenders, index)
                 ports = _FIRST_PORT + index * len(order)
                 with rendezvous_of_horovod(job, hosts[0]) as horovod_port:
-                    here = {"directory": directory, "port": ports, "horovod_port": horovod_port}
-                    found = run_round(replace(job, contenders=order, **here), hosts, timeout_s)
+                    settings = {"directory": directory, "port": ports, "horovod_port": horovod_port}
+                    found = run_round(replace(job, contenders=order, **settings), hosts, timeout_s)
                 for name, one in found.items():
                     measured[name].append(one)
     return measured
@@ -176,18 +176,18 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600, help="time limit of a round, in seconds")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     parser.add_argument("--name", default="hosts", help="name of the files in the output directory")
-    asked = parser.parse_args()
-    shape = asked.steps, asked.width, asked.layers, asked.context, asked.batch_size
+    options = parser.parse_args()
+    shape = options.steps, options.width, options.layers, options.context, options.batch_size
     results, goals = {}, []
-    for num_hosts, num_ranks, rate in product(asked.hosts, asked.ranks, asked.rates):
-        job = Job(asked.only, num_hosts, num_ranks, *shape, _FIRST_PORT, "")
-        measured = measure(job, rate, asked.rounds, asked.timeout)
+    for num_hosts, num_ranks, rate in product(options.hosts, options.ranks, options.rates):
+        job = Job(options.only, num_hosts, num_ranks, *shape, _FIRST_PORT, "")
+        measured = measure(job, rate, options.rounds, options.timeout)
         results[label_of(job, rate)] = measured
         show(label_of(job, rate), measured)
         goals += goals_of(job, rate, measured)
     if goals:
         print_goals(goals)
-    file = write_json(asked.output, asked.name, {"shape": shape, "results": results, "goals": goals})
+    file = write_json(options.output, options.name, {"shape": shape, "results": results, "goals": goals})
     draw_plot(file, kind="hosts")
 
 

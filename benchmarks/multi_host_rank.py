@@ -108,7 +108,7 @@ class Job:
 
 
 @dataclass
-class Seen:
+class Traffic:
     """Measurements of a contender on one rank.
 
     Attributes:
@@ -183,10 +183,10 @@ class Clock:
             else:
                 self._end = now
 
-    def seen(self, bits_of_steps: list[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Seen:
+    def seen(self, bits_of_steps: list[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Traffic:
         """Returns the measurements after the last step."""
         (began, sent_before), (ended, sent) = self._begin, self._end
-        return Seen(
+        return Traffic(
             1000 * (ended - began) / self._job.num_steps,
             (sent - sent_before) / 1e6 / self._job.num_steps,
             mean_over_ranks(torch.stack(bits_of_steps).to(torch.float64)).tolist(),
@@ -234,10 +234,10 @@ def num_warmup_steps(name: str, model: Learner) -> int:
     if name != BY_TRIAL:
         return NUM_WARMUP_STEPS
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    return NUM_WARMUP_STEPS + BucketSearch(num_bytes, torch.device("cpu")).num_steps_left
+    return NUM_WARMUP_STEPS + BucketSearch(num_bytes, torch.device("cpu")).num_remaining_steps
 
 
-def train(job: Job, name: str) -> Seen:
+def train(job: Job, name: str) -> Traffic:
     """Trains with a strategy of the Trainer."""
     model = make_learner(job)
     clock = Clock(job, num_warmup_steps(name, model))
@@ -257,7 +257,7 @@ def train(job: Job, name: str) -> Seen:
     return clock.seen(model.bits_of_steps, partial(trainer.strategy.reduce, reduce_op="mean"))
 
 
-def train_by_hand(job: Job, name: str) -> Seen:
+def train_by_hand(job: Job, name: str) -> Traffic:
     """Trains with torch's DDP in a loop."""
     dist.init_process_group("gloo", rank=job.rank, world_size=job.num_all_ranks)
     learner = make_learner(job)
@@ -283,12 +283,14 @@ def train_by_hand(job: Job, name: str) -> Seen:
     return clock.seen(learner.bits_of_steps, mean_over_ranks)
 
 
-def train_by_horovod(job: Job) -> Seen:
+def train_by_horovod(job: Job) -> Traffic:
     """Trains with Horovod, with the environment variables of ``horovodrun``."""
     import horovod.torch as hvd
 
-    place = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
-    variables = variables_of_rank(*place, job.num_hosts, job.num_ranks, os.environ["MASTER_ADDR"], job.horovod_port)
+    node_and_local_rank = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
+    variables = variables_of_rank(
+        *node_and_local_rank, job.num_hosts, job.num_ranks, os.environ["MASTER_ADDR"], job.horovod_port
+    )
     with patch.dict(os.environ, variables):
         one = train(job, HOROVOD)
         hvd.shutdown()

@@ -64,8 +64,8 @@ def _message_sizes(payload: Payload, directory: Path, name: str) -> Path:
     for row in payload["results"]:
         by_ranks.setdefault(row["num_ranks"], []).append(row)
     plots = [
-        Curves(f"{num_ranks} ranks", "bytes", words, [row["num_bytes"] for row in rows], _columns(rows, kind))
-        for kind, words in {"us_per_call": "microseconds per call", "bus_gb_per_s": "bus bandwidth, GB/s"}.items()
+        Curves(f"{num_ranks} ranks", "bytes", label, [row["num_bytes"] for row in rows], _columns(rows, kind))
+        for kind, label in {"us_per_call": "microseconds per call", "bus_gb_per_s": "bus bandwidth, GB/s"}.items()
         for num_ranks, rows in by_ranks.items()
     ]
     return draw_curves(directory, name, "All-reduce by message size, CPU ranks of one host", plots)
@@ -104,8 +104,8 @@ def _spawn(payload: Payload, directory: Path, name: str) -> Path:
     ]
     if memory:
         goal = memory[0]["goal"]["largest_extra_over_result"]
-        words, spreads = "peak extra memory over size of result", _columns(memory, "extra_over_result")
-        panels.append(Panel(words, [row["case"] for row in memory], spreads, line_at=goal, line_label="goal"))
+        label, spreads = "peak extra memory over size of result", _columns(memory, "extra_over_result")
+        panels.append(Panel(label, [row["case"] for row in memory], spreads, line_at=goal, line_label="goal"))
     title = "Workers on Ray, 2 CPU ranks" if name == "spawn_ray" else "Spawned workers, 2 CPU ranks"
     return draw(directory, name, title, panels)
 
@@ -115,7 +115,7 @@ def _lost_rank(payload: Payload, directory: Path, name: str) -> Path:
     found = {contender: figures for contender, figures in payload["results"].items() if "next_s" in figures}
     labels = list(found)
     times, steps = (
-        {words: [Spread(**figures[figure]) for figures in found.values()] for figure, words in kinds.items()}
+        {label: [Spread(**figures[figure]) for figures in found.values()] for figure, label in kinds.items()}
         for kinds in ({"next_s": "to the next step", "back_s": "to where it was"}, {"over_plain": "a step"})
     )
     panels = [
@@ -164,7 +164,7 @@ _EXCHANGES = {
 def _efficiency(kinds: dict[str, tuple[list[Payload], bool]], directory: Path, name: str, title: str) -> Path:
     """Draws efficiency over ranks for each kind: its predictions, and whether exchanges overlap."""
     plots = []
-    for words, exchanges in _EXCHANGES.items():
+    for exchange_label, exchanges in _EXCHANGES.items():
         for label, (predictions, overlaps) in kinds.items():
             found = {
                 exchange: {
@@ -176,7 +176,7 @@ def _efficiency(kinds: dict[str, tuple[list[Payload], bool]], directory: Path, n
             }
             numbers = list(found[exchanges[0]])
             series = {exchange: list(by_ranks.values()) for exchange, by_ranks in found.items()}
-            plots.append(Curves(f"{label}: {words}", "ranks", "efficiency", numbers, series))
+            plots.append(Curves(f"{label}: {exchange_label}", "ranks", "efficiency", numbers, series))
     return draw_curves(directory, name, title, plots)
 
 

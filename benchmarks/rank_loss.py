@@ -38,7 +38,7 @@ from benchmarks.turns import Part, Row
 
 DEFAULT_INTERVAL = 100
 #: Number of parameters, in millions, from which the interval is short.
-MANY = 10
+LARGE_MILLIONS = 10
 SHORT_INTERVAL = 4
 
 Samples = dict[str, list[dict[str, float]]]
@@ -182,8 +182,8 @@ def main() -> None:
     arguments = parser.parse_args()
     settings_of = {
         millions: {
-            "interval": arguments.interval or (SHORT_INTERVAL if millions >= MANY else DEFAULT_INTERVAL),
-            "rounds": arguments.rounds or (3 if millions >= MANY else 7),
+            "interval": arguments.interval or (SHORT_INTERVAL if millions >= LARGE_MILLIONS else DEFAULT_INTERVAL),
+            "rounds": arguments.rounds or (3 if millions >= LARGE_MILLIONS else 7),
         }
         for millions in arguments.parameters
     }

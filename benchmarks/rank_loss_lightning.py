@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import names
 from benchmarks.contenders import silence_lightning
-from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Numbered, StepLog
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,16 +30,16 @@ class Layers(pl.LightningModule):
         super().__init__()
         self.job = job
         self.net = job.net()
-        self.notes: Notes | None = None
+        self.step_log: StepLog | None = None
 
     def on_train_start(self) -> None:
         """Starts a record, also after the ranks of an elastic strategy have changed."""
-        self.notes = Notes(self.job)
+        self.step_log = StepLog(self.job)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns a loss, unless the rank kills itself."""
-        assert self.notes is not None
-        self.notes.die_if_due(self.global_rank, self.trainer.global_step)
+        assert self.step_log is not None
+        self.step_log.exit_if_due(self.global_rank, self.trainer.global_step)
         loss: Tensor = self.net(batch[1]).square().mean()
         return loss
 
@@ -56,8 +56,8 @@ class StepRecorder(pl.Callback):
     ) -> None:
         """Records the step."""
         assert isinstance(pl_module, Layers)
-        assert pl_module.notes is not None
-        pl_module.notes.step(trainer.global_step, trainer.global_rank, trainer.world_size, batch[0])
+        assert pl_module.step_log is not None
+        pl_module.step_log.step(trainer.global_step, trainer.global_rank, trainer.world_size, batch[0])
 
 
 class TimedStock(StockStrategy):
@@ -75,22 +75,22 @@ class TimedStock(StockStrategy):
         """Reads the file, and records the time."""
         started = time.monotonic()
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.note(started)
+        self.record(started)
         return checkpoint
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and records the time."""
         started = time.monotonic()
         super().load_model_state_dict(*args, **kwargs)
-        self.note(started)
+        self.record(started)
 
     def load_optimizer_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the optimizer, and records the time."""
         started = time.monotonic()
         super().load_optimizer_state_dict(*args, **kwargs)
-        self.note(started)
+        self.record(started)
 
-    def note(self, started: float) -> None:
+    def record(self, started: float) -> None:
         """Records the time of a part of the loading, on rank 0."""
         if self.global_rank == 0:
             with self.file.open("a") as file:
@@ -108,7 +108,7 @@ def make_strategy(job: Job) -> Strategy:
 
 def main() -> None:
     """Trains for an epoch."""
-    job = Job.of_this_process()
+    job = Job.this_process()
     silence_lightning()
     strategy = make_strategy(job)
     is_stock = isinstance(strategy, TimedStock)

@@ -171,16 +171,16 @@ def after_kill(job: Job, steps: list[Step]) -> dict[str, float]:
     """Computes the costs of the kill, see :func:`figures`."""
     killed_at = float(job.killed.read_text())
     after = [step for step in steps if step.is_after or step.number > job.kill_at]
-    gone_back_to = min(step.number for step in after) - 1
+    restored_step = min(step.number for step in after) - 1
     before = [step for step in steps if not (step.is_after or step.number > job.kill_at)]
-    kept = [*(step for step in before if step.number <= gone_back_to), *after]
-    times_trained = Counter(sample for step in kept for sample in step.samples)
+    counted = [*(step for step in before if step.number <= restored_step), *after]
+    times_trained = Counter(sample for step in counted for sample in step.samples)
     loading = Path(job.directory, "loading")
     return {
         "next_s": after[0].at - killed_at,
         "back_s": next(step.at for step in after if step.number >= job.kill_at and step.world_size == NUM_RANKS)
         - killed_at,
-        "redone": sum(len(step.samples) for step in before if step.number > gone_back_to),
+        "redone": sum(len(step.samples) for step in before if step.number > restored_step),
         "twice": times_trained.total() - len(times_trained),
         "lost": job.num_samples - len(times_trained),
         "loading_s": sum(map(float, loading.read_text().split())) if loading.exists() else 0.0,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
 
-from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, Job, Notes, Numbered
+from benchmarks.rank_loss_training import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, Job, Numbered, StepLog
 
 
 def wait_for_others(job: Job, group: int) -> None:
@@ -30,7 +30,7 @@ def wait_for_others(job: Job, group: int) -> None:
 
 def main() -> None:
     """Trains until the steps of an epoch are done and the killed group has joined again."""
-    job, group = Job.of_this_process(), int(sys.argv[2])
+    job, group = Job.this_process(), int(sys.argv[2])
     # Users start a group with torchrun.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -63,19 +63,19 @@ def main() -> None:
     )
     data = DataLoader(samples, BATCH_SIZE, sampler=sampler)
     wait_for_others(job, group)
-    notes = Notes(job)
+    step_log = StepLog(job)
     for indices, rows in chain.from_iterable(repeat(data)):
         done = manager.current_step()
         optimizer.zero_grad()
         loss = model(rows).square().mean()
-        notes.die_if_due(group, done)
+        step_log.exit_if_due(group, done)
         loss.backward()
         counts = manager.is_participating()
         optimizer.step()
         number, world_size = manager.current_step(), manager.num_participants()
         if number > done:
             # The other group may join again after the end of the epoch. Later steps are not counted.
-            notes.step(number, group, world_size, indices if counts and number <= job.num_steps else None)
+            step_log.step(number, group, world_size, indices if counts and number <= job.num_steps else None)
         if number >= job.num_steps and world_size == NUM_RANKS:
             break
     manager.shutdown()

@@ -44,7 +44,7 @@ class Job:
     killed_rank: int
 
     @classmethod
-    def of_this_process(cls) -> "Job":
+    def this_process(cls) -> "Job":
         """Returns the job that this script was started for."""
         return cls(**json.loads(sys.argv[1]))
 
@@ -118,7 +118,7 @@ class Step:
     samples: list[int]
 
 
-class Notes:
+class StepLog:
     """Record of a rank, with one line per step, so that a SIGKILL leaves whole lines. Kills the rank at its step.
 
     Args:
@@ -131,7 +131,7 @@ class Notes:
         path = Path(job.directory, f"steps{os.getpid()}")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def die_if_due(self, rank: int, num_done: int) -> None:
+    def exit_if_due(self, rank: int, num_done: int) -> None:
         """Kills this rank in its step. Called in each step, before gradients are exchanged."""
         if (rank, num_done) == (self._job.killed_rank, self._job.kill_at) and not self._is_after:
             self._job.killed.write_text(repr(time.monotonic()))

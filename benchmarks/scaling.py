@@ -88,14 +88,16 @@ def parse_arguments() -> argparse.Namespace:
     cluster.add_argument(
         "--between", choices=["ring", "tree"], default="ring", help="algorithm between hosts; gloo has rings only"
     )
-    here = parser.add_argument_group("measurements on this machine")
-    here.add_argument("--rate", type=float, default=1000, help="rate of a host, in megabits per second; 0 for no limit")
-    here.add_argument("--rounds", type=int, default=3)
-    here.add_argument("--width", type=int, default=1024, help="width of the layers of the model")
-    here.add_argument("--layers", type=int, default=6, help="number of layers of that width")
-    here.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
-    here.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
-    here.add_argument("--timeout", type=float, default=600, help="time limit of a case, in seconds")
+    group = parser.add_argument_group("measurements on this machine")
+    group.add_argument(
+        "--rate", type=float, default=1000, help="rate of a host, in megabits per second; 0 for no limit"
+    )
+    group.add_argument("--rounds", type=int, default=3)
+    group.add_argument("--width", type=int, default=1024, help="width of the layers of the model")
+    group.add_argument("--layers", type=int, default=6, help="number of layers of that width")
+    group.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
+    group.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
+    group.add_argument("--timeout", type=float, default=600, help="time limit of a case, in seconds")
     parser.add_argument(
         "--ranks",
         type=int,
@@ -174,7 +176,7 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
     alone_s, num_cores = median(cases[0].steps[COMPUTE]), environment()["cores"]
     by_shape = {(case.num_hosts, case.num_ranks): case for case in cases[1:]}
     links = {
-        case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values() if not case.has_two_levels
+        case.label: (case.link(), case.fit_error(case.link())) for case in by_shape.values() if not case.has_two_levels
     }
     inside = by_shape[1, 2].link()
     # Without namespaces, links between hosts are assumed to equal links between ranks of a host.
@@ -191,21 +193,21 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
     show_links(links)
     show_computation(cases, alone_s, num_cores)
     show_held(held)
-    here = training_of(by_shape[1, 2])
+    measured = training_of(by_shape[1, 2])
     if (2, 1) in by_shape:
         compressions = Compressions(thin_share(shapes, POWERSGD_RANK), seconds=by_shape[2, 1].compression)
-        here = Training(**{**vars(here), "compressions": compressions})
-    label = f"{here.ranks_per_host} ranks per host, {arguments.rate / 1000:g} Gbit/s"
-    show_predictions(label, here)
-    numbers = [number for number in arguments.ranks if number in ranks_of(here)]
-    chosen = choices({label: here}, numbers, arguments.enough)
+        measured = Training(**{**vars(measured), "compressions": compressions})
+    label = f"{measured.ranks_per_host} ranks per host, {arguments.rate / 1000:g} Gbit/s"
+    show_predictions(label, measured)
+    numbers = [number for number in arguments.ranks if number in ranks_of(measured)]
+    chosen = choices({label: measured}, numbers, arguments.enough)
     show_choices(chosen, numbers, arguments.enough)
     payload: dict[str, Any] = {
         "settings": {**vars(job), "rate_mbit": arguments.rate, "num_bytes": num_bytes},
-        "links": {name: {**vars(link), "largest_misfit": misfit} for name, (link, misfit) in links.items()},
+        "links": {name: {**vars(link), "largest_misfit": fit_error} for name, (link, fit_error) in links.items()},
         "held": held,
-        "given": described(here),
-        "predictions": predictions(here),
+        "given": described(measured),
+        "predictions": predictions(measured),
         "choices": chosen,
         "measured": [
             {"case": case.label, "messages_s": case.messages, "compression_s": case.compression, "steps_s": case.steps}

@@ -183,6 +183,6 @@ class Training:
             Name and efficiency of the exchange.
         """
         reached = {label: max(self.efficiency(name, num_ranks) for name in names) for label, names in BY_LOSS}
-        good = [label for label in reached if reached[label] >= enough]
-        label = good[0] if good else max(reached, key=lambda each: reached[each])
+        efficient = [label for label in reached if reached[label] >= enough]
+        label = efficient[0] if efficient else max(reached, key=lambda each: reached[each])
         return label, reached[label]

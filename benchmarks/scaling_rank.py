@@ -133,8 +133,8 @@ class BackwardPasses(Callback):
             future: Future[Tensor] = Future()
             future.set_result(buffer)
             return future
-        met: Future[Any] = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
-        return met.then(lambda _: buffer)
+        first_future: Future[Any] = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
+        return first_future.then(lambda _: buffer)
 
     def summary(self, length: Length) -> dict[str, Any]:
         """Returns medians over the timed steps: seconds of the pass; bytes of each bucket, and seconds to its end."""
@@ -148,10 +148,10 @@ def train(job: Job, exchange: str) -> dict[str, Any]:
     """Trains once; returns the seconds per step, and the records of :class:`BackwardPasses` without exchanges."""
     length, passes = LENGTHS[exchange], BackwardPasses(synchronizes=exchange == COMPUTE)
     is_none, none = exchange in (COMPUTE, APART), {"ddp_comm_hook": passes.hook}
-    asked: dict[str, dict[str, Any]] = {COMPUTE: none, APART: none, PLAIN: {}}
+    options_of_mode: dict[str, dict[str, Any]] = {COMPUTE: none, APART: none, PLAIN: {}}
     timer = StepTimer(length)
     trainer = pl.Trainer(
-        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked.get(exchange, {"compression": exchange})),
+        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **options_of_mode.get(exchange, {"compression": exchange})),
         accelerator="cpu",
         devices=job.num_ranks,
         num_nodes=job.num_hosts,
@@ -166,8 +166,8 @@ def train(job: Job, exchange: str) -> dict[str, Any]:
         log_every_n_steps=10**9,
     )
     trainer.fit(Stack(job), Batches(Case(job.width, batch_size=job.batch_size), length))
-    noted = passes.summary(length) if is_none else {}
-    return {"step_s": timer.ms_per_step / 1e3, **noted}
+    summary = passes.summary(length) if is_none else {}
+    return {"step_s": timer.ms_per_step / 1e3, **summary}
 
 
 def reduce_messages(job: Job) -> dict[str, list[float]]:
@@ -194,12 +194,12 @@ def compress(job: Job) -> dict[str, list[float]]:
         BF16: lambda gradients: gradients.copy_(gradients.to(torch.bfloat16)),
         POWERSGD: lambda gradients: codec.sum(parameters, gradients, 1.0, own),
     }
-    elsewhere = torch.zeros(_CACHES_NUM_BYTES // 4)
+    cache_filler = torch.zeros(_CACHES_NUM_BYTES // 4)
 
     def timed(work: Callable[[Tensor], Any]) -> float:
         times = []
         for _ in range(5):
-            elsewhere.add_(1)
+            cache_filler.add_(1)
             times.append(time_block(work, flat, 1))
         return median(times)
 

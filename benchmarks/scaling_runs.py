@@ -62,7 +62,7 @@ class Case:
         """Link between the ranks, fitted to all-reduces in a ring."""
         return fit([self._sample(size, median(times)) for size, times in self.messages.items()])
 
-    def misfit(self, link: Link) -> float:
+    def fit_error(self, link: Link) -> float:
         """Returns the largest relative error of a link for the all-reduces of this case."""
         samples = [self._sample(size, median(times)) for size, times in self.messages.items()]
         return max(abs(link.messages_s(one.num_messages, one.num_bytes) / one.seconds - 1) for one in samples)

@@ -79,8 +79,8 @@ def show_links(links: dict[str, tuple[Link, float]]) -> None:
         "Links, from all-reduces of several sizes",
         ["between", "latency, us", "bandwidth, Gbit/s", "largest error of a size, %"],
         [
-            [label, f"{link.latency_us:.1f}", f"{link.bandwidth_gbit:.2f}", f"{100 * misfit:.0f}"]
-            for label, (link, misfit) in links.items()
+            [label, f"{link.latency_us:.1f}", f"{link.bandwidth_gbit:.2f}", f"{100 * fit_error:.0f}"]
+            for label, (link, fit_error) in links.items()
         ],
     )
 
@@ -151,9 +151,9 @@ def predictions(training: Training) -> list[dict[str, Any]]:
 
 def show_predictions(label: str, training: Training) -> None:
     """Prints the predictions for one network."""
-    for overlaps, words in ((True, "during the backward pass"), (False, "after it")):
+    for overlaps, overlap_text in ((True, "during the backward pass"), (False, "after it")):
         print_table(
-            f"{label}: ms per step and efficiency by ranks, if gradients are exchanged {words}",
+            f"{label}: ms per step and efficiency by ranks, if gradients are exchanged {overlap_text}",
             ["ranks", *EXCHANGES],
             [
                 [

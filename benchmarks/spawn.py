@@ -178,7 +178,7 @@ def take_sample_again_if_it_fails(
     return take_sample(case, strategy, environment)
 
 
-def take_sample_here(request: str) -> None:
+def take_local_sample(request: str) -> None:
     """Measures, and prints the result as the last line. Runs in the new interpreter."""
     silence_lightning()
     arguments = json.loads(request)
@@ -267,7 +267,7 @@ def present(summaries: list[dict[str, Any]], pair: Pair) -> None:
                 *(time_spreads[one][row].text(3) for one in pair.names),
                 ratios[row].text(),
                 "" if least[row] is None else f"≥ {least[row]:g}",
-                "" if least[row] is None else in_words(ratios[row].median >= least[row]),
+                "" if least[row] is None else goal_text(ratios[row].median >= least[row]),
             ]
             for row, summary in enumerate(times)
         ],
@@ -281,14 +281,14 @@ def present(summaries: list[dict[str, Any]], pair: Pair) -> None:
                 summary["case"],
                 *(memory_spreads[one][row].text() for one in pair.names),
                 f"< {MEMORY_GOAL}",
-                in_words(memory_spreads[pair.ours][row].median < MEMORY_GOAL),
+                goal_text(memory_spreads[pair.ours][row].median < MEMORY_GOAL),
             ]
             for row, summary in enumerate(memory)
         ],
     )
 
 
-def in_words(is_met: bool) -> str:
+def goal_text(is_met: bool) -> str:
     """Returns whether a goal is met."""
     return "yes" if is_met else "NO"
 
@@ -322,7 +322,7 @@ def main() -> None:
     """Measures, prints the tables, writes the JSON file, and draws the plot."""
     arguments = parse_arguments()
     if arguments.measure:
-        take_sample_here(arguments.measure)
+        take_local_sample(arguments.measure)
         return
     cases = [Case("start"), *(Case("bring back", size) for size in arguments.sizes)]
     if not arguments.ray:

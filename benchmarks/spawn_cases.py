@@ -18,7 +18,7 @@ FLOATS_PER_MB = 2**20 // 4
 #: Number of samples, and of floats that are predicted for each: 100 MB.
 PREDICTIONS = (3200, 8192)
 PREDICTIONS_MB = PREDICTIONS[0] * PREDICTIONS[1] // FLOATS_PER_MB
-FEW = (64, 1)
+SMALL_CASE = (64, 1)
 BATCH_SIZE = 32
 #: Number of samples, and of floats of each: 1 GB in memory.
 LARGE = (3200, 80 * 1024)
@@ -86,7 +86,7 @@ class Clock(pl.Callback):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def note(self, trainer: pl.Trainer, event: str) -> None:
+    def record(self, trainer: pl.Trainer, event: str) -> None:
         """Records the time of an event, on the clock that all processes of a host share."""
         if trainer.is_global_zero:
             now = time.monotonic()
@@ -99,25 +99,25 @@ class Clock(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Records the first batch."""
         if batch_idx == 0:
-            self.note(trainer, "train")
+            self.record(trainer, "train")
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         """Records the first batch."""
         if batch_idx == 0:
-            self.note(trainer, "validate")
+            self.record(trainer, "validate")
 
     def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         """Records the first batch."""
         if batch_idx == 0:
-            self.note(trainer, "test")
+            self.record(trainer, "test")
 
     def on_predict_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         """Records the last batch."""
-        self.note(trainer, "predict")
+        self.record(trainer, "predict")
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Records the end of the stage. This is the last hook of a callback in a worker."""
-        self.note(trainer, "end")
+        self.record(trainer, "end")
 
 
 class FileWriter(BasePredictionWriter):
@@ -186,7 +186,7 @@ def make_loader(num_samples: int) -> DataLoader[Any]:
 
 def measure_start(contender: Contender, case: Case) -> dict[str, Any]:
     """Returns the seconds from the call of each of three stages of one Trainer to its first batch."""
-    model, loader, trainer = Model(), make_loader(FEW[0]), contender.trainer
+    model, loader, trainer = Model(), make_loader(SMALL_CASE[0]), contender.trainer
     stages = {
         "start: fit": ("train", trainer.fit),
         "start: validate after fit": ("validate", trainer.validate),
@@ -233,7 +233,7 @@ class FirstOfEach(Dataset[list[Tensor]]):
 def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
     """Returns the seconds from the end of training in a worker to the return of ``fit``."""
     model = Model(frozen_mb=case.result_mb)
-    contender.trainer.fit(model, make_loader(FEW[0]))
+    contender.trainer.fit(model, make_loader(SMALL_CASE[0]))
     returned_at = time.monotonic()
     check_arrived(all(bool((weights == 2).all()) for weights in model.frozen), "weights")
     ended_at = contender.clock.time_of("end")
@@ -254,10 +254,10 @@ def measure_predictions(contender: Contender, case: Case) -> dict[str, Any]:
 
 def run_script(contender: Contender, case: Case) -> dict[str, Any]:
     """Runs three stages, as a short script does. The calling process measures the time."""
-    model, loader = Model(), make_loader(FEW[0])
+    model, loader = Model(), make_loader(SMALL_CASE[0])
     contender.trainer.fit(model, loader)
     contender.trainer.test(model, loader)
-    check_predictions(contender.predict(model, FEW), FEW)
+    check_predictions(contender.predict(model, SMALL_CASE), SMALL_CASE)
     return {"seconds": {}}
 
 
@@ -277,11 +277,11 @@ def check_predictions(predictions: Any, shape: tuple[int, int]) -> None:
     check_arrived(len(rows) == shape[0] and bool((rows == expected.unsqueeze(1)).all()), "predictions")
 
 
-def check_arrived(has_arrived: bool, what: str) -> None:
+def check_arrived(has_arrived: bool, name: str) -> None:
     """Checks that a contender has returned its results.
 
     Raises:
         RuntimeError: If it has not.
     """
     if not has_arrived:
-        raise RuntimeError(f"The {what} in the main process differ from those of the workers.")
+        raise RuntimeError(f"The {name} in the main process differ from those of the workers.")

@@ -51,9 +51,9 @@ from benchmarks.contenders import (
     check_same_weights,
     silence_lightning,
     train_alone,
+    train_alternately,
     train_by_hand,
     train_by_hand_in_one_rank,
-    train_in_turn,
     train_over,
     train_with_lightning,
 )
@@ -137,7 +137,7 @@ def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length:
         for round_index in range(rounds):
             order = rotated(list(contenders), round_index)
             in_order = {name: partial(with_peak, contenders[name], peak_mb[name]) for name in order}
-            for name, sample in train_in_turn(in_order, case, length, reference=BY_HAND).items():
+            for name, sample in train_alternately(in_order, case, length, reference=BY_HAND).items():
                 ms[name].append(sample)
             rss_mb.append(round(process.memory_info().rss / 2**20, 1))
             threads.append(process.num_threads())
@@ -241,16 +241,16 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "goal": ratio,
             "case": case,
-            "wanted": f"{words} {bound}",
+            "wanted": f"{goal_text} {bound}",
             "reached": ratios[ratio, case],
             "is_met": is_within(ratios[ratio, case], bound),
         }
-        for words, is_within, ratio, case, bound in goals
+        for goal_text, is_within, ratio, case, bound in goals
         if (ratio, case) in ratios
     ]
 
 
-def ranks_in_words(accelerator: str, world_size: int) -> str:
+def ranks_text(accelerator: str, world_size: int) -> str:
     """Describes the ranks, for titles."""
     if accelerator == "cpu":
         return f"{world_size} CPU ranks"
@@ -338,7 +338,7 @@ def main() -> None:
     )
     summaries = [summarize(case, arguments.peer, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
     settings = {"peer": arguments.peer, "rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
-    ranks, file_name = ranks_in_words(arguments.accelerator, world_size), "step_time" if is_cpu else "step_time_gpu"
+    ranks, file_name = ranks_text(arguments.accelerator, world_size), "step_time" if is_cpu else "step_time_gpu"
     if not is_cpu:
         settings.update(ranks=ranks, world_size=world_size)
     goals = compare_with_goals(summaries) if is_cpu else []  # the goals are for gloo and shm

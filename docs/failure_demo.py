@@ -24,26 +24,26 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lightning_strategies_ext as ext
 
 #: Function that injects the failure; called before each training step.
-STEP, BAD_RANK = 10, 1
+STEP, FAILING_RANK = 10, 1
 
 
 class Net(pl.LightningModule):
     """A linear layer that injects a failure before a training step.
 
     Args:
-        misfortune: Function that injects the failure.
+        fault: Function that injects the failure.
     """
 
-    def __init__(self, misfortune: Callable[["Net"], None] | None = None) -> None:
+    def __init__(self, fault: Callable[["Net"], None] | None = None) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(8, 2)
-        self.misfortune = misfortune
+        self.fault = fault
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Returns the mean of the output as a loss."""
         is_replica = self.trainer.num_devices > self.trainer.world_size
-        if self.misfortune is not None and batch_idx == STEP and (self.global_rank == BAD_RANK or is_replica):
-            self.misfortune(self)
+        if self.fault is not None and batch_idx == STEP and (self.global_rank == FAILING_RANK or is_replica):
+            self.fault(self)
         return self.layer(batch[0]).square().mean()
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -64,7 +64,7 @@ class Uneven(Net):
 
     def data(self) -> Dataset[Any]:
         """Returns twenty batches on rank 0 and fifteen on rank 1."""
-        return TensorDataset(torch.randn(120 if self.global_rank == BAD_RANK else 160, 8))
+        return TensorDataset(torch.randn(120 if self.global_rank == FAILING_RANK else 160, 8))
 
 
 class LogsOnOneRank(Net):
@@ -72,7 +72,7 @@ class LogsOnOneRank(Net):
 
     def on_train_batch_end(self, *args: Any) -> None:
         """Calls a collective on one rank only."""
-        if self.global_rank == BAD_RANK:
+        if self.global_rank == FAILING_RANK:
             self.log("loss", 1.0, sync_dist=True)
 
 

@@ -138,8 +138,8 @@ def take_picture(browser: Browser, page: Path, width: int, picture: Path) -> boo
     browser("Page.enable")
     browser("Page.navigate", url=page.resolve().as_uri())
     browser.wait_for("Page.loadEventFired")
-    question = "JSON.stringify([innerWidth, document.documentElement.scrollWidth])"
-    inner, wide = json.loads(browser("Runtime.evaluate", expression=question)["result"]["value"])
+    expression = "JSON.stringify([innerWidth, document.documentElement.scrollWidth])"
+    inner, wide = json.loads(browser("Runtime.evaluate", expression=expression)["result"]["value"])
     size = browser("Page.getLayoutMetrics")["cssContentSize"]
     clip = {"x": 0, "y": 0, "width": width, "height": min(size["height"], MAX_HEIGHT), "scale": 1}
     data = browser("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]

@@ -32,9 +32,9 @@ class SphinxToMarkdown(griffe.Extension):
             values = {name: item.value for name, item in constants.items() if name.startswith("DEFAULT_")}
             self._rewrite(pkg, offered | _FURTHER, values)
 
-    def _rewrite(self, item: griffe.Object, places: dict[str, str], values: dict[str, Any]) -> None:
+    def _rewrite(self, item: griffe.Object, links: dict[str, str], values: dict[str, Any]) -> None:
         if item.docstring is not None:
-            item.docstring.value = markdown_of(item.docstring.value, places)
+            item.docstring.value = markdown_of(item.docstring.value, links)
         for parameter in getattr(item, "parameters", ()):
             if parameter.kind in _VARIADIC:
                 parameter.default = None  # griffe has "{}" and "()" there, which a caller cannot write
@@ -42,20 +42,20 @@ class SphinxToMarkdown(griffe.Extension):
             parameter.default = values.get(str(parameter.default).rpartition(".")[2], parameter.default)
         for member in item.members.values():
             if not member.is_alias:
-                self._rewrite(member, places, values)
+                self._rewrite(member, links, values)
 
 
-def markdown_of(docstring: str, places: dict[str, str]) -> str:
+def markdown_of(docstring: str, links: dict[str, str]) -> str:
     """Converts a docstring to Markdown.
 
     Args:
         docstring: Docstring with Sphinx markup.
-        places: Identifiers in the reference, by documented name.
+        links: Identifiers in the reference, by documented name.
     """
 
     def linked(role: re.Match[str]) -> str:
         name = role["name"]
-        return f"[`{name}`][{places[name]}]" if name in places else f"`{name}`"
+        return f"[`{name}`][{links[name]}]" if name in links else f"`{name}`"
 
     return _LITERAL.sub(_fenced, _ROLE.sub(linked, docstring))
 

@@ -57,12 +57,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Replaces the links of a page with links of the site, and ranks the page among search results."""
     if any(section.title == LAST_IN_SEARCH for section in page.ancestors):
         page.meta.setdefault("search", {"boost": 0.1})
-    here = place_in_repository(page.file.src_uri)
+    source_path = repository_path(page.file.src_uri)
     lines, in_code = [], False
     for line in markdown.splitlines():
         if _FENCE.match(line):
             in_code = not in_code
-        lines.append(line if in_code else _LINK.sub(lambda link: _on_site(link, here, page, files), line))
+        lines.append(line if in_code else _LINK.sub(lambda link: _on_site(link, source_path, page, files), line))
     return "\n".join(lines)
 
 
@@ -74,7 +74,7 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output
 
 
-def place_in_repository(page: str) -> str:
+def repository_path(page: str) -> str:
     """Returns the path of a page's source, relative to the root of the repository."""
     for source, on_site in PAGES.items():
         if page == on_site and source != "README.md":
@@ -82,17 +82,17 @@ def place_in_repository(page: str) -> str:
     return f"docs/{page}"
 
 
-def _on_site(link: re.Match[str], here: str, page: Any, files: Files) -> str:
+def _on_site(link: re.Match[str], source_path: str, page: Any, files: Files) -> str:
     if "[" in link["label"]:  # an image inside a link
-        text = f"{link['bang']}[{_LINK.sub(lambda inner: _on_site(inner, here, page, files), link['label'])}]"
+        text = f"{link['bang']}[{_LINK.sub(lambda inner: _on_site(inner, source_path, page, files), link['label'])}]"
     else:
         text = link["text"]
     path, _, anchor = link["target"].partition("#")
     if not path or ":" in path:
         return f"{text}({link['target']})"
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source_path), path))
     if not (ROOT / target).exists():
-        _log.warning("%s links to %s, but %s does not exist", here, link["target"], target)
+        _log.warning("%s links to %s, but %s does not exist", source_path, link["target"], target)
         return text
     on_site = PAGES.get(target, target.removeprefix("docs/"))
     file = files.get_file_from_path(on_site)

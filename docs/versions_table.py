@@ -55,7 +55,7 @@ def outcomes(report: Path) -> dict[str, Any]:
     return {"passed": num_passed, "failed": failed, "skipped": skipped, "minutes": round(seconds / 60, 1)}
 
 
-def surroundings(horovod_log: Path | None) -> dict[str, Any]:
+def environment_info(horovod_log: Path | None) -> dict[str, Any]:
     """Returns the versions and the system that the tests ran with.
 
     Args:
@@ -63,7 +63,7 @@ def surroundings(horovod_log: Path | None) -> dict[str, Any]:
     """
     system = platform.freedesktop_os_release()["PRETTY_NAME"] if sys.platform == "linux" else platform.platform()
     horovod = (marker() or {}).get("horovod")
-    problem = _last_words(horovod_log.read_text(errors="replace")) if horovod_log else horovod_problem()
+    problem = _last_line(horovod_log.read_text(errors="replace")) if horovod_log else horovod_problem()
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
@@ -142,7 +142,7 @@ def _in_one_line(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
-def _last_words(log: str) -> str:
+def _last_line(log: str) -> str:
     """Returns the end of a log, which contains the error message."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return _in_one_line(" ".join(lines[-3:])) or "the build failed without output"
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--horovod-log", type=Path, help="output of the Horovod build, if it failed")
     parser.add_argument("--problem", help="the reason why tests did not run, if any")
     given = parser.parse_args(arguments)
-    entry = surroundings(given.horovod_log)
+    entry = environment_info(given.horovod_log)
     if given.problem:
         entry["problem"] = given.problem
     if given.report is not None and given.report.exists():

@@ -31,7 +31,7 @@ class Net(DigitsNet):
         return self.net(batch[0]).argmax(dim=1)
 
 
-class Whereabouts(Callback):
+class PrintProcesses(Callback):
     """Prints the process ID and the host of each rank."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -62,7 +62,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=arguments.epochs,
-        callbacks=[Whereabouts()],
+        callbacks=[PrintProcesses()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

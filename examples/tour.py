@@ -173,7 +173,7 @@ def run(strategy: str | None) -> dict[str, Any]:
         return json.loads(output.read_text())  # type: ignore[no-any-return]
 
 
-def in_words(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Returns the text of a table cell."""
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
@@ -197,7 +197,7 @@ def main() -> None:
     columns[arguments.strategy] = run(arguments.strategy)
     table = Table("after fit, test and predict", *columns, title="Results")
     for row in columns[ONE_DEVICE]:
-        table.add_row(row, *(in_words(column[row]) for column in columns.values()))
+        table.add_row(row, *(value_text(column[row]) for column in columns.values()))
     Console().print(table)
 
 

@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     doctor = commands.add_parser(
         "doctor", help="print the environment and which strategies can run in it (the default)"
     )
-    for taker in (parser, doctor):
-        taker.add_argument("--json", action="store_true", help="print the findings of the doctor as JSON")
+    for command_parser in (parser, doctor):
+        command_parser.add_argument("--json", action="store_true", help="print the findings of the doctor as JSON")
     install = commands.add_parser(
         "install-horovod", help="build Horovod for the installed torch and prove that it works"
     )
@@ -60,12 +60,12 @@ def examine(console: Console, *, as_json: bool = False) -> int:
     doctor: Any = import_module(lightning_names.current_name().path("lightning_strategies_ext.doctor"))
     malicious = discovery.find_malicious_releases()
     findings = [] if malicious else list(doctor.examine())
-    found = doctor.environment_info()
+    environment = doctor.environment_info()
     if as_json:
         strategies = [asdict(finding) for finding in findings]
-        print(json.dumps({"environment": found, "malicious": malicious, "strategies": strategies}, indent=2))  # noqa: T201
+        print(json.dumps({"environment": environment, "malicious": malicious, "strategies": strategies}, indent=2))  # noqa: T201
     else:
-        _print_environment(console, found)
+        _print_environment(console, environment)
         if malicious:
             console.print(f"\n[bold red]{escape(discovery.describe_malicious_releases(malicious))}")
         else:
@@ -74,10 +74,10 @@ def examine(console: Console, *, as_json: bool = False) -> int:
 
 
 def _print_environment(console: Console, environment: dict[str, str]) -> None:
-    here = Table(box=None, show_header=False, pad_edge=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in environment.items():
-        here.add_row(f"[bold]{name}", escape(value))
-    console.print(here)
+        table.add_row(f"[bold]{name}", escape(value))
+    console.print(table)
 
 
 def _print_strategies(console: Console, has_variants: dict[Any, bool]) -> None:
@@ -95,8 +95,8 @@ def _print_strategies(console: Console, has_variants: dict[Any, bool]) -> None:
         f" ddp_spawn_ext also with {', '.join(f'_{name}' for name in COMPRESSIONS)}, of which Fabric supports _bf16"
         " and _fp16"
     )
-    for reason, of in reasons.items():
-        console.print(f"[bold]{', '.join(of)}[/]: {escape(reason)}")
+    for reason, names in reasons.items():
+        console.print(f"[bold]{', '.join(names)}[/]: {escape(reason)}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext._system.gpu_sync import synchronize_gpu
 
 #: Suffix of a complete file that is about to replace the previous checkpoint.
-_WHOLE = ".whole"
+_COMPLETE_SUFFIX = ".whole"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -72,26 +72,26 @@ atomic_checkpoint_io = property(_get, strategy_parts.set_checkpoint_io)
 def _atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that replaces ``path`` at the end of the block, unless the block raises."""
     # Other users may create files in the directory, so they must not be able to predict the name.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = _open_unnamed(path.parent)
     if descriptor is None:
         # Limitation: if the process is killed, the incomplete file remains under this name.
-        descriptor, has_name = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
+        descriptor, has_name = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
     else:
-        beside, has_name = beside.with_name(f"{beside.name}{_WHOLE}"), False
+        temporary, has_name = temporary.with_name(f"{temporary.name}{_COMPLETE_SUFFIX}"), False
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(descriptor)
             if not has_name:
-                _remove_whole(path)
-                _name(descriptor, beside)
+                _remove_complete(path)
+                _name(descriptor, temporary)
                 has_name = True
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
         if has_name:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
     _make_durable(path.parent)
 
@@ -106,9 +106,9 @@ def _open_unnamed(directory: Path) -> int | None:
         return None
 
 
-def _remove_whole(path: Path) -> None:
+def _remove_complete(path: Path) -> None:
     """Removes complete files of this user's processes that were killed before they replaced the checkpoint."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_WHOLE)}")
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_COMPLETE_SUFFIX)}")
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
             if name.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():

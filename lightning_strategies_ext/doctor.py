@@ -60,7 +60,7 @@ def environment_info() -> dict[str, str]:
     }
     if discovery.find_malicious_releases():
         return versions
-    looks: dict[str, Callable[[], str]] = {
+    probes: dict[str, Callable[[], str]] = {
         "torch": _torch,
         "Horovod": _horovod,
         "MPI": _mpi,
@@ -68,15 +68,15 @@ def environment_info() -> dict[str, str]:
         "CPU cores": lambda: str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
         "/dev/shm": _shared_memory,
         "shm": _shm,
-        "ranks here": _origin_of_ranks,
+        "ranks here": _rank_launcher,
     }
-    return {**versions, **{name: _fact_or_reason(look, versions.get(name)) for name, look in looks.items()}}
+    return {**versions, **{name: _probe_result(probe, versions.get(name)) for name, probe in probes.items()}}
 
 
-def _fact_or_reason(look: Callable[[], str], known: str | None) -> str:
+def _probe_result(probe: Callable[[], str], known: str | None) -> str:
     """Returns a fact, or why it is unknown: if one part is broken, the other facts help to find the reason."""
     try:
-        return look()
+        return probe()
     except Exception as error:
         return f"{f'{known}; more is ' if known else ''}unknown ({type(error).__name__}: {error})"
 
@@ -189,22 +189,22 @@ def _horovod() -> str:
     if horovod_problem() is not None:
         return f"{_version_of('horovod')}, not usable in this environment"
     content = marker()
-    carriers = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
-    has = f", with {', '.join(carriers)}" if content else ""
-    older = ", to be rebuilt" if outdated_build_warning() else ""
-    return f"{_version_of('horovod')} for torch {built_for_torch_version(package)}{has}{older}"
+    transports = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
+    transports_text = f", with {', '.join(transports)}" if content else ""
+    rebuild_text = ", to be rebuilt" if outdated_build_warning() else ""
+    return f"{_version_of('horovod')} for torch {built_for_torch_version(package)}{transports_text}{rebuild_text}"
 
 
 def _mpi() -> str:
     from lightning_strategies_ext.horovod_build.requirements import mpirun_version_output, tool_environment
 
     try:
-        said = mpirun_version_output(tool_environment())
+        output = mpirun_version_output(tool_environment())
     except (OSError, subprocess.SubprocessError) as error:
         return f"mpirun fails: {error}"
-    if said is None:
+    if output is None:
         return "no mpirun"
-    return said.strip().splitlines()[0] if said.strip() else "mpirun prints no version"
+    return output.strip().splitlines()[0] if output.strip() else "mpirun prints no version"
 
 
 def _gpus() -> str:
@@ -239,7 +239,7 @@ def _shm() -> str:
     return "works, with the compiled native library"
 
 
-def _origin_of_ranks() -> str:
+def _rank_launcher() -> str:
     from lightning.fabric.plugins.environments import (
         LSFEnvironment,
         MPIEnvironment,
@@ -254,9 +254,9 @@ def _origin_of_ranks() -> str:
     # In the order in which the Trainer checks them.
     for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
         try:
-            is_here = kind.detect()
+            is_detected = kind.detect()
         except Exception as error:  # for example, mpi4py without an MPI
             return f"unknown, because Lightning's {kind.__name__} fails: {error}"
-        if is_here:
+        if is_detected:
             return f"started by {kind.__name__.removesuffix('Environment')}"
     return "started by the strategy, because there is no launcher"

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 #: How often a process tries to connect until the store is served, in seconds.
 _RETRY_S = 0.01
-#: Longest time to wait for an answer, in seconds: a socket takes no longer timeout.
-_FOREVER_S = 30 * 86400.0
-_ENDED = "The process that serves the store of these ranks has ended, or has closed the connection."
+#: Longest time to wait for a reply, in seconds: a socket takes no longer timeout.
+_MAX_TIMEOUT_S = 30 * 86400.0
+_CLOSED_MESSAGE = "The process that serves the store of these ranks has ended, or has closed the connection."
 
 # The servers of this process, and its clients, by name. torch holds clients from C++, where a reference does not keep
 # the Python part of an object alive.
@@ -86,7 +86,7 @@ class HostStore(dist.Store):
     """A client of a store that a process of this host serves.
 
     Each thread has a connection of its own, so that a thread that waits for a key delays no other thread. A request and
-    its answer have at most 64 MiB.
+    its reply have at most 64 MiB.
 
     Args:
         name: The name of the store.
@@ -98,13 +98,13 @@ class HostStore(dist.Store):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._has_connected = False
 
     @override
     def set(self, key: str, value: str | bytes) -> None:
         """Sets the value of a key."""
-        self._ask("set", key, _bytes(value))
+        self._request("set", key, _bytes(value))
 
     @override
     def get(self, key: str) -> bytes:
@@ -114,17 +114,17 @@ class HostStore(dist.Store):
     @override
     def add(self, key: str, value: int) -> int:
         """Adds to a counter, which starts at 0, and returns the sum."""
-        return int(self._ask("add", key, value))
+        return int(self._request("add", key, value))
 
     @override
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Sets a value if the key has the expected one, or does not exist and the expected value is empty."""
-        return bytes(self._ask("compare_set", key, _bytes(expected_value), _bytes(desired_value)))
+        return bytes(self._request("compare_set", key, _bytes(expected_value), _bytes(desired_value)))
 
     @override
     def check(self, keys: list[str]) -> bool:
         """Returns whether all keys exist."""
-        return bool(self._ask("check", keys))
+        return bool(self._request("check", keys))
 
     @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -133,34 +133,34 @@ class HostStore(dist.Store):
         Raises:
             torch.distributed.DistStoreError: If they do not exist in time.
         """
-        self._ask("wait", keys, timeout=timeout)
+        self._request("wait", keys, timeout=timeout)
 
     def append(self, key: str, value: str | bytes) -> None:
         """Appends to the value of a key."""
-        self._ask("append", key, _bytes(value))
+        self._request("append", key, _bytes(value))
 
     @override
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Waits for keys and returns their values."""
-        return list(self._ask("multi_get", keys))
+        return list(self._request("multi_get", keys))
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         """Sets the values of several keys."""
-        self._ask("multi_set", keys, [_bytes(value) for value in values])
+        self._request("multi_set", keys, [_bytes(value) for value in values])
 
     @override
     def delete_key(self, key: str) -> bool:
         """Deletes a key; returns whether it existed."""
-        return bool(self._ask("delete_key", key))
+        return bool(self._request("delete_key", key))
 
     @override
     def num_keys(self) -> int:
         """Returns the number of keys."""
-        return int(self._ask("num_keys"))
+        return int(self._request("num_keys"))
 
     def list_keys(self) -> list[str]:
         """Returns all keys."""
-        return list(self._ask("list_keys"))
+        return list(self._request("list_keys"))
 
     def has_extended_api(self) -> bool:
         """Returns True: the store has ``append``, ``multi_get``, and ``multi_set``."""
@@ -174,9 +174,9 @@ class HostStore(dist.Store):
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
-    def _ask(self, operation: str, *args: Any, timeout: timedelta | None = None) -> Any:
+    def _request(self, operation: str, *args: Any, timeout: timedelta | None = None) -> Any:
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stubs
-        deadline = time.monotonic() + min(limit.total_seconds(), _FOREVER_S)
+        deadline = time.monotonic() + min(limit.total_seconds(), _MAX_TIMEOUT_S)
         try:
             request = encode((operation, args))
         except FrameTooLongError as error:
@@ -185,25 +185,25 @@ class HostStore(dist.Store):
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             connection.sendall(request)
-            is_done, answer = _receive(connection)
+            is_done, reply = _receive(connection)
         except TimeoutError as error:
-            self._drop()
+            self._close_connection()
             seconds = f"{limit.total_seconds():g} s"
             if operation in WAITING:
                 raise dist.DistStoreError(f"Timed out after {seconds} waiting for the keys {args[0]}.") from error
             raise dist.DistStoreError(f"The process that serves the store did not respond within {seconds}.") from error
         except (OSError, EOFError) as error:
-            self._drop()
-            raise dist.DistNetworkError(_ENDED) from error
-        except BaseException:  # an answer may be under way
-            self._drop()
+            self._close_connection()
+            raise dist.DistNetworkError(_CLOSED_MESSAGE) from error
+        except BaseException:  # a reply may be in transit
+            self._close_connection()
             raise
         if not is_done:
-            raise dist.DistStoreError(f"`{operation}` failed in the store of these ranks: {answer}")
-        return answer
+            raise dist.DistStoreError(f"`{operation}` failed in the store of these ranks: {reply}")
+        return reply
 
     def _connection(self, deadline: float, limit: timedelta) -> socket.socket:
-        own = self._of_thread
+        own = self._thread_local
         if getattr(own, "pid", None) == os.getpid():
             connected: socket.socket = own.connection
             return connected
@@ -216,7 +216,7 @@ class HostStore(dist.Store):
             except OSError as error:
                 connection.close()
                 if self._has_connected and not isinstance(error, BlockingIOError):
-                    raise dist.DistNetworkError(_ENDED) from error
+                    raise dist.DistNetworkError(_CLOSED_MESSAGE) from error
                 if time.monotonic() > deadline:
                     message = f"No process served the store of these ranks within {limit.total_seconds():g} s."
                     raise dist.DistStoreError(f"{message} Check the output of rank 0.") from error
@@ -231,10 +231,10 @@ class HostStore(dist.Store):
         own.connection, own.pid, self._has_connected = connection, os.getpid(), True
         return connection
 
-    def _drop(self) -> None:
-        if getattr(self._of_thread, "pid", None) is not None:
-            self._of_thread.connection.close()
-            self._of_thread.pid = None
+    def _close_connection(self) -> None:
+        if getattr(self._thread_local, "pid", None) is not None:
+            self._thread_local.connection.close()
+            self._thread_local.pid = None
 
 
 class _ClientSocket(socket.socket):
@@ -263,7 +263,7 @@ def _close_inherited() -> None:
         server.close()
     _servers.clear()
     for client in _clients.values():
-        client._drop()
+        client._close_connection()
 
 
 if hasattr(os, "register_at_fork"):  # Windows forks nothing

@@ -29,7 +29,7 @@ def address(name: str) -> str:
 
 
 def encode(message: Any) -> bytes:
-    """Returns the frame of a request or an answer."""
+    """Returns the frame of a request or a reply."""
     return encode_frame(pickle.dumps(message))
 
 
@@ -40,8 +40,8 @@ class _Connection:
         waits_for: The keys that the client waits for, and whether it gets their values.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
         self.waits_for: tuple[list[str], bool] | None = None
         self._decoder = FrameDecoder()
         self._unsent = bytearray()
@@ -55,7 +55,7 @@ class _Connection:
             FrameTooLongError: If the client announces a request that is too long.
         """
         try:
-            chunk = self.end.recv(1 << 16)
+            chunk = self.socket.recv(1 << 16)
         except BlockingIOError:
             return
         if not chunk:
@@ -63,8 +63,8 @@ class _Connection:
         for _, request in self._decoder.decode(chunk):
             yield pickle.loads(request)
 
-    def answer(self, is_done: bool, value: Any) -> None:
-        """Adds an answer to what :meth:`send` sends; one that no client would accept becomes an error."""
+    def reply(self, is_done: bool, value: Any) -> None:
+        """Adds a reply to what :meth:`send` sends; one that no client would accept becomes an error."""
         try:
             self._unsent += encode((is_done, value))
         except FrameTooLongError as error:
@@ -78,14 +78,14 @@ class _Connection:
         """
         with suppress(BlockingIOError):
             while self._unsent:
-                del self._unsent[: self.end.send(self._unsent)]
+                del self._unsent[: self.socket.send(self._unsent)]
         return not self._unsent
 
 
 class StoreServer:
     """The values of a store, and the thread that serves them.
 
-    No client delays another: a client that does not read its answer gets the rest of it later.
+    No client delays another: a client that does not read its reply gets the rest of it later.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,12 +131,12 @@ class StoreServer:
                 self._handle(connection, operation, args)
             self._send(connection)
         except Exception:  # a client has exited, or has sent something other than a request; the others continue
-            self._drop(connection)
+            self._close_connection(connection)
         return False
 
     def _accept(self) -> bool:
         try:
-            end, _ = self._listening.accept()
+            connected, _ = self._listening.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 if not self._has_warned:
@@ -144,43 +144,43 @@ class StoreServer:
                     self._has_warned = True
                 self._loop.pause(self._listening, _PAUSE_S)
             return False
-        if not is_of_this_user(end):
-            end.close()
+        if not is_of_this_user(connected):
+            connected.close()
             return False
-        end.setblocking(False)
-        self._connections[end] = connection = _Connection(end)
-        self._loop.add(end, partial(self._serve, connection))
+        connected.setblocking(False)
+        self._connections[connected] = connection = _Connection(connected)
+        self._loop.add(connected, partial(self._serve, connection))
         return False
 
     def _handle(self, connection: _Connection, operation: str, args: Any) -> None:
         if operation in WAITING:
             connection.waits_for = args[0], operation == "multi_get"
-            self._answer_waiting(connection)
+            self._reply_to_waiting(connection)
             return
         try:
-            connection.answer(True, self._operations[operation](*args))
+            connection.reply(True, self._operations[operation](*args))
         except Exception as error:  # the request is wrong, such as `add` to a value that is no number
-            connection.answer(False, str(error))
+            connection.reply(False, str(error))
         for other in list(self._connections.values()):
-            self._answer_waiting(other)
+            self._reply_to_waiting(other)
 
-    def _answer_waiting(self, connection: _Connection) -> None:
+    def _reply_to_waiting(self, connection: _Connection) -> None:
         if connection.waits_for is None or not self._check(connection.waits_for[0]):
             return
         (keys, with_values), connection.waits_for = connection.waits_for, None
-        connection.answer(True, [self._values[key] for key in keys] if with_values else None)
+        connection.reply(True, [self._values[key] for key in keys] if with_values else None)
         try:
             self._send(connection)
         except OSError:
-            self._drop(connection)
+            self._close_connection(connection)
 
     def _send(self, connection: _Connection) -> None:
-        self._loop.wait_for_room(connection.end, is_waiting=not connection.send())
+        self._loop.wait_for_writable(connection.socket, is_waiting=not connection.send())
 
-    def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.end, None) is not None:
-            self._loop.remove(connection.end)
-            connection.end.close()
+    def _close_connection(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.socket, None) is not None:
+            self._loop.remove(connection.socket)
+            connection.socket.close()
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value

@@ -65,9 +65,9 @@ def class_identity(cls: type) -> Hashable:
     return cls.__module__, cls.__qualname__, getattr(cls, "_fields", None)
 
 
-def contains(value: Any, what: Callable[[Any], bool]) -> bool:
-    """Returns whether the predicate ``what`` holds for a value, or for a part of it at any depth."""
-    return what(value) or (is_collection(value) and any(contains(part, what) for part in parts_of(value)))
+def contains(value: Any, predicate: Callable[[Any], bool]) -> bool:
+    """Returns whether a predicate holds for a value, or for a part of it at any depth."""
+    return predicate(value) or (is_collection(value) and any(contains(part, predicate) for part in parts_of(value)))
 
 
 def names_of_fields(instance: Any) -> list[str]:

@@ -32,7 +32,7 @@ _IDENTITY = (
     "PMI_JOBID",
 )
 #: Names of the variables that launchers, Lightning, and this package set for each rank.
-OF_RANKS = re.compile(
+RANK_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|SLURM_(NTASKS|PROCID|LOCALID|NODEID)|JSM_NAMESPACE_\w+"
     r"|HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_\w+|GLOO_IFACE|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
@@ -97,7 +97,7 @@ def inherited_text() -> str:
 
 
 def _names() -> list[str]:
-    return sorted(name for name in os.environ if OF_RANKS.fullmatch(name))
+    return sorted(name for name in os.environ if RANK_VARIABLES.fullmatch(name))
 
 
 def _identity() -> dict[str, str]:

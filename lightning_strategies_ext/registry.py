@@ -74,29 +74,29 @@ class StrategyEntry:
 
 
 def _ddp_family() -> Iterator[StrategyEntry]:
-    for base, classes, start_method, how in (
+    for base, classes, start_method, processes in (
         ("ddp_ext", _DDP_CLASS, "popen", "one process per device, each of which runs the script"),
         ("ddp_spawn_ext", _SPAWN_CLASS, "forkserver", "worker processes, results returned"),
         ("ddp_fork_ext", _SPAWN_CLASS, "fork", "forked worker processes, results returned"),
         ("ddp_notebook_ext", _SPAWN_CLASS, "fork", "worker processes forked from a notebook, results returned"),
     ):
         init_params: dict[str, Any] = {"start_method": start_method}
-        yield StrategyEntry(base, classes, "torch.distributed", f"DDP in {how}", init_params)
+        yield StrategyEntry(base, classes, "torch.distributed", f"DDP in {processes}", init_params)
         for value in (True, False):
             yield StrategyEntry(
                 f"{base}_find_unused_parameters_{str(value).lower()}",
                 classes,
                 "torch.distributed",
-                f"DDP in {how}, find_unused_parameters={value}",
+                f"DDP in {processes}, find_unused_parameters={value}",
                 {**init_params, "find_unused_parameters": value},
             )
         if base in ("ddp_ext", "ddp_spawn_ext"):
-            for compression, (faces, what) in COMPRESSIONS.items():
+            for compression, (front_ends, detail) in COMPRESSIONS.items():
                 yield StrategyEntry(
                     f"{base}_{compression}",
-                    {face: classes[face] for face in faces},
+                    {front_end: classes[front_end] for front_end in front_ends},
                     "torch.distributed",
-                    f"DDP in {how}, {what}",
+                    f"DDP in {processes}, {detail}",
                     {**init_params, "compression": compression},
                 )
 
@@ -180,9 +180,10 @@ def describe(strategy: object) -> str:
     """
     for kind in type(strategy).__mro__:
         for row in STRATEGIES:
-            for here in _FRONT_ENDS:
-                if row.classes.get(here) == _path_for_lightning(kind):
-                    return f"{object.__repr__(strategy)[:-1]}, {_whose(row, here, name_for_module(kind.__module__))}>"
+            for front_end in _FRONT_ENDS:
+                if row.classes.get(front_end) == _path_for_lightning(kind):
+                    text = _describe_class(row, front_end, name_for_module(kind.__module__))
+                    return f"{object.__repr__(strategy)[:-1]}, {text}>"
     return object.__repr__(strategy)
 
 
@@ -199,21 +200,21 @@ def _path_for_lightning(strategy_class: type) -> str:
     return f"{PACKAGE}{module.removeprefix(name_for_module(module).package_for_it)}:{strategy_class.__qualname__}"
 
 
-def _whose(row: StrategyEntry, here: str, name: LightningName) -> str:
+def _describe_class(row: StrategyEntry, own_front_end: str, name: LightningName) -> str:
     """Returns the front end of a class, and the code for the other front ends that this process can use."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
     names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
     package_of = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
-    said = [f"for {_FRONT_ENDS[here][0]}{package_of[name]}."]
+    sentences = [f"for {_FRONT_ENDS[own_front_end][0]}{package_of[name]}."]
     for other in names:
-        for there, (front_end, source) in _FRONT_ENDS.items():
-            if there in row.classes and (there, other) != (here, name):
-                kind = row.classes[there].rpartition(":")[2]
-                said.append(
-                    f"For {front_end}{package_of[other]}: from {other.package_for_it}{source} import {kind};"
+        for front_end, (front_end_text, source) in _FRONT_ENDS.items():
+            if front_end in row.classes and (front_end, other) != (own_front_end, name):
+                kind = row.classes[front_end].rpartition(":")[2]
+                sentences.append(
+                    f"For {front_end_text}{package_of[other]}: from {other.package_for_it}{source} import {kind};"
                     f" {kind}({arguments})"
                 )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 @dataclass(frozen=True)

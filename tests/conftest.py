@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 def pytest_sessionstart(session: pytest.Session) -> None:
     # With --numprocesses, this process runs no tests.
     if not session.config.getoption("numprocesses", None):
-        tiers.watch_for_processes()
+        tiers.detect_processes()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -32,26 +32,26 @@ class Child:
     """A forked process that is killed at some time, and the last number that it has reported."""
 
     def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
-        self._said = mmap.mmap(-1, 8)
+        self._reported = mmap.mmap(-1, 8)
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                work(self._say)
+                work(self._report)
             finally:
                 os._exit(1)  # the process must be killed
 
-    def _say(self, number: int) -> None:
-        struct.pack_into("q", self._said, 0, number)
+    def _report(self, number: int) -> None:
+        struct.pack_into("q", self._reported, 0, number)
 
     @property
-    def last_said(self) -> int:
-        return int(struct.unpack_from("q", self._said)[0])
+    def last_reported(self) -> int:
+        return int(struct.unpack_from("q", self._reported)[0])
 
     def kill_after(self, seconds: float) -> None:
         """Kills the process some seconds after its first number."""
         try:
             deadline = time.monotonic() + 60
-            while not self.last_said and time.monotonic() < deadline:
+            while not self.last_reported and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(seconds)
         finally:
@@ -72,27 +72,27 @@ def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 
     """
     draw, number, num_lost = random.Random(seed), 0, 0
 
-    def save(say: Callable[[int], None]) -> None:
+    def save(report: Callable[[int], None]) -> None:
         for next_number in range(number + 1, number + 10_000):
             io.save_checkpoint(numbered(next_number), path)
-            say(next_number)
+            report(next_number)
 
     for _ in range(num_kills):
         child = Child(save)
         child.kill_after(draw.uniform(0, 0.03))
         try:
             found = io.load_checkpoint(path)
-            is_whole = bool(found["weights"].eq(found["number"]).all()) and found["number"] >= child.last_said
+            is_whole = bool(found["weights"].eq(found["number"]).all()) and found["number"] >= child.last_reported
         except Exception:
             is_whole = False
         num_lost += not is_whole
-        number = found["number"] if is_whole else child.last_said
+        number = found["number"] if is_whole else child.last_reported
     return num_lost
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
+def test_a_process_that_is_killed_at_any_time_leaves_a_complete_checkpoint(tmp_path: Path):
     path = tmp_path / "last.ckpt"
     assert kill_while_saving(AtomicCheckpointIO(), path, NUM_KILLS) == 0
     AtomicCheckpointIO().save_checkpoint(numbered(0), path)
@@ -100,13 +100,15 @@ def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_process_leaves_a_complete_checkpoint_without_unnamed_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delattr(os, "O_TMPFILE")
     assert kill_while_saving(AtomicCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
 
 
 @pytest.mark.processes
-def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_kills_detect_a_save_that_is_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this host has no second file system")
@@ -119,12 +121,12 @@ def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.M
 class Saves(pl.Callback):
     """A callback that reports the minimum number of steps of the newest checkpoint."""
 
-    def __init__(self, say: Callable[[int], None]) -> None:
-        self.say = say
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self.report = report
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step:
-            self.say(trainer.global_step)
+            self.report(trainer.global_step)
 
 
 class Large(MLP):
@@ -142,13 +144,13 @@ class Large(MLP):
 def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_top_k: int):
     draw = random.Random(save_top_k)
 
-    def train(say: Callable[[int], None]) -> None:
+    def train(report: Callable[[int], None]) -> None:
         saver = ModelCheckpoint(
             tmp_path, save_last=True, save_top_k=save_top_k, monitor="loss", every_n_train_steps=1, filename="{step}"
         )
         trainer = pl.Trainer(
             strategy=DataParallelStrategy(), accelerator="cpu", devices=1, max_epochs=1000, logger=False,
-            callbacks=[Saves(say), saver], enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Saves(report), saver], enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Large(), loader())
 
@@ -159,9 +161,9 @@ def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_t
         child.kill_after(draw.uniform(0.05, 0.3))
         found = {path.name: torch.load(path, weights_only=False) for path in tmp_path.glob("*.ckpt")}
         assert "last.ckpt" in found
-        num_saved = min(save_top_k, child.last_said)
+        num_saved = min(save_top_k, child.last_reported)
         assert num_saved + 1 <= len(found) <= save_top_k + 2  # a new checkpoint is written before an old one is deleted
-        assert found["last.ckpt"]["global_step"] >= child.last_said
+        assert found["last.ckpt"]["global_step"] >= child.last_reported
         for checkpoint in found.values():
             assert checkpoint["state_dict"]["steps"].eq(checkpoint["global_step"]).all()
 
@@ -172,7 +174,7 @@ OTHER_USER, USER = 65534, 65533
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("has_names", [False, True])
-def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, monkeypatch: pytest.MonkeyPatch):
+def test_files_of_another_user_do_not_prevent_a_save(has_names: bool, monkeypatch: pytest.MonkeyPatch):
     if has_names:
         monkeypatch.delattr(os, "O_TMPFILE")
     names: set[str] = set()
@@ -193,7 +195,7 @@ def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, 
         for name in (".last.ckpt.whole", ".last.ckpt.01234567.whole", ".last.ckpt.01234567"):
             path.with_name(name).touch()
             os.chown(path.with_name(name), OTHER_USER, OTHER_USER)
-        planted = set(os.listdir(directory))
+        created = set(os.listdir(directory))
         pid = os.fork()
         if pid == 0:
             try:
@@ -201,7 +203,7 @@ def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, 
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert set(os.listdir(directory)) == {"last.ckpt", *planted}
+        assert set(os.listdir(directory)) == {"last.ckpt", *created}
 
 
 def test_the_next_save_removes_the_temporary_file_of_a_killed_process(tmp_path: Path):
@@ -221,7 +223,7 @@ def write_much(path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("has_names", [False, True])
-def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
     if has_names:
         monkeypatch.delattr(os, "O_TMPFILE")
     path = tmp_path / "last.ckpt"
@@ -238,7 +240,7 @@ def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
+def test_a_checkpoint_has_the_permissions_of_other_files(tmp_path: Path):
     before = os.umask(0o027)
     try:
         AtomicCheckpointIO().save_checkpoint(numbered(1), tmp_path / "new" / "a.ckpt")
@@ -247,7 +249,7 @@ def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "new" / "a.ckpt").stat().st_mode) == 0o640
 
 
-def test_what_is_no_file_of_this_host_is_lightnings():
+def test_a_path_that_is_not_a_local_file_is_saved_by_lightning():
     AtomicCheckpointIO().save_checkpoint({"number": 3}, "memory://checkpoints/a.ckpt")
     assert AtomicCheckpointIO().load_checkpoint("memory://checkpoints/a.ckpt") == {"number": 3}
     with pytest.raises(TypeError, match="storage_options"):
@@ -258,7 +260,7 @@ STRATEGIES = [DDPStrategy, DDPSpawnStrategy, DataParallelStrategy, fabric.DDPStr
 
 
 @pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}")
-def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
+def test_strategies_save_atomically_unless_the_user_passes_a_checkpoint_io(kind: Any):
     assert isinstance(kind().checkpoint_io, AtomicCheckpointIO)
     io = TorchCheckpointIO()
     assert kind(checkpoint_io=io).checkpoint_io is io
@@ -272,7 +274,7 @@ def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
     assert strategy.checkpoint_io is io
 
 
-def test_all_that_has_a_name_has_been_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_is_synced_to_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(checkpoints.os, "fsync", lambda descriptor: (order.append("fsync"), fsync(descriptor)))

@@ -54,7 +54,7 @@ PROGRAMS = [
     "fully_sharded.trains_in_bf16",
     "data_parallel.hooks",
     "data_parallel.joins_with_uneven_inputs",
-    "data_parallel.joins_with_gradients_divided_by_those_who_take_part",
+    "data_parallel.joins_with_gradients_divided_by_contributing_ranks",
     "data_parallel.pipeline",
     "optimizers.zero",
     "optimizers.zero_and_ddp_join",

@@ -87,7 +87,9 @@ print(json.dumps({
 
 @pytest.mark.processes
 @pytest.mark.parametrize("install", ["wheel_install", "this_install"])
-def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, request: pytest.FixtureRequest) -> None:
+def test_the_name_selects_the_strategy_without_an_import_in_the_script(
+    install: str, request: pytest.FixtureRequest
+) -> None:
     environment: Environment = request.getfixturevalue(install)
     report = environment.report(CONSTRUCT)
     is_from_wheel = environment.python.parents[1] in Path(report.value["package"]).parents
@@ -162,7 +164,7 @@ def test_with_autoload_off_an_import_registers_the_names_and_a_second_is_a_no_op
 
 
 @pytest.mark.processes
-def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Environment) -> None:
+def test_with_autoload_off_the_package_may_be_imported_first(wheel_install: Environment) -> None:
     report = wheel_install.report(f"import lightning_strategies_ext\n{CONSTRUCT}", env=AUTOLOAD_OFF)
     assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
@@ -194,13 +196,15 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
 
 @pytest.mark.processes
 @pytest.mark.parametrize("env", [{}, AUTOLOAD_OFF], ids=["autoload", "no autoload"])
-def test_torch_knows_the_backend_shm_after_an_import_of_ours(wheel_install: Environment, env: dict[str, str]) -> None:
+def test_torch_knows_the_backend_shm_after_an_import_of_the_package(
+    wheel_install: Environment, env: dict[str, str]
+) -> None:
     script = f"import json, lightning_strategies_ext, torch; print(json.dumps({KNOWS_SHM}))"
     assert wheel_install.report(script, env=env).value is True
 
 
 @pytest.mark.processes
-def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_install: Environment) -> None:
+def test_import_lightning_loads_no_strategy_module_and_prints_no_warning(wheel_install: Environment) -> None:
     script = MODULES_AFTER.format("torch, lightning")
     warnings_are_errors = ("-W", "error")
     result = wheel_install.run(*warnings_are_errors, "-c", script)
@@ -274,8 +278,8 @@ def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environmen
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
     script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
     report = wheel_install.report(script, env=env)
-    (said,) = report.messages  # one message for both registries
-    assert "supports Lightning 2.5 and 2.6, but lightning 2.4.1 is installed" in said
+    (message,) = report.messages  # one message for both registries
+    assert "supports Lightning 2.5 and 2.6, but lightning 2.4.1 is installed" in message
 
 
 # --- strategies of other packages ---
@@ -304,7 +308,7 @@ def third_party_report(third_parties: Environment) -> Report:
 
 
 @pytest.mark.processes
-def test_another_package_offers_a_strategy_through_our_entry_points(third_party_report: Report) -> None:
+def test_another_package_adds_a_strategy_through_the_entry_points(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["good_one"] == "good_strategies.Good"
     assert third_party_report.value["Fabric"] == "good_strategies.GoodFabric"
 
@@ -315,7 +319,7 @@ def test_a_name_with_capitals_is_found_although_lightning_lowers_what_it_is_give
 
 
 @pytest.mark.processes
-def test_broken_packages_leave_our_names_as_they_are(third_party_report: Report) -> None:
+def test_broken_packages_do_not_affect_the_other_names(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.pytorch.ddp.DDPStrategy"
 
 
@@ -328,11 +332,11 @@ def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) 
 def test_one_line_names_each_entry_point_that_cannot_be_registered_and_its_package(
     third_party_report: Report,
 ) -> None:
-    absent, thief = sorted(third_party_report.messages)
+    absent, conflicting = sorted(third_party_report.messages)
     assert "'absent_one'" in absent
     assert "package absent_module is not available: the module 'module_that_is_not_there' is not installed" in absent
-    assert "'ddp'" in thief
-    assert "package name_thief is not available: the name is already taken" in thief
+    assert "'ddp'" in conflicting
+    assert "package name_thief is not available: the name is already taken" in conflicting
     assert "invalid strategy name" in third_party_report.value["Trainer"]["absent_one"]
 
 
@@ -413,7 +417,7 @@ def test_the_printed_table_fits_in_80_columns_with_a_row_for_each_group() -> Non
 
 
 @pytest.mark.processes
-def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_launcher_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this process.
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_PARENT_PID", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
@@ -427,8 +431,8 @@ def test_a_failing_detection_of_mpi_is_reported(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("cannot load MPI library")  # like mpi4py without MPI
 
     monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(fail))
-    said = doctor.environment_info()["ranks here"]
-    assert said == "unknown, because Lightning's MPIEnvironment fails: cannot load MPI library"
+    launcher_text = doctor.environment_info()["ranks here"]
+    assert launcher_text == "unknown, because Lightning's MPIEnvironment fails: cannot load MPI library"
 
 
 @pytest.mark.processes
@@ -454,11 +458,11 @@ def test_the_doctor_reports_that_lightning_cannot_be_imported_and_all_other_fact
     found = json.loads(result.stdout)
     assert found["environment"]["torch"].startswith(torch.__version__)
     assert "GiB free" in found["environment"]["/dev/shm"]
-    why = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
-    assert {strategy["problem"] for strategy in found["strategies"]} == {why}
+    reason = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
+    assert {strategy["problem"] for strategy in found["strategies"]} == {reason}
     assert len(found["strategies"]) == len(STRATEGIES)
     shown = run_script("-m", PACKAGE, env={**broken, "COLUMNS": "400"}).stdout
-    assert shown.count(why) == 1
+    assert shown.count(reason) == 1
     assert "Traceback" not in shown
 
 

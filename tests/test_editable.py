@@ -51,7 +51,7 @@ def test_the_names_are_those_of_the_checkout(environment: Environment, checkout:
     assert environment.report(REGISTERED).value is True
 
 
-def test_torch_can_be_imported_when_the_checkout_has_gone(environment: Environment, checkout: Path):
+def test_torch_can_be_imported_after_the_checkout_was_moved(environment: Environment, checkout: Path):
     checkout.rename(checkout.with_name("elsewhere"))
     report = environment.report(REGISTERED)
     assert report.value is False

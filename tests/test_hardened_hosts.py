@@ -83,14 +83,14 @@ def test_two_ranks_train_as_everywhere(conditions: str, strategy: str, script: P
 
 @pytest.mark.processes
 @pytest.mark.parametrize("conditions", ["full_shared_memory", "no_proc"])
-def test_a_backend_that_needs_a_store_in_a_file_finds_a_place_for_it(conditions: str, script: Path, weights: str):
+def test_a_backend_that_needs_a_file_store_creates_one(conditions: str, script: Path, weights: str):
     strategy = 'lse.DDPSpawnStrategy(start_method="fork", process_group_backend="cpu:gloo")'
     script.write_text("import lightning_strategies_ext as lse\n" + SCRIPT.replace("sys.argv[1]", strategy))
     assert trained(run_hardened(sys.executable, script, conditions=conditions).stdout) == weights
 
 
 @pytest.mark.processes
-def test_ranks_that_no_process_can_look_into_train(script: Path, weights: str):
+def test_ranks_that_other_processes_cannot_inspect_train(script: Path, weights: str):
     conditions = "hidden_processes no_capabilities"
     result = run_hardened(sys.executable, script, "ddp_spawn_ext", conditions=conditions, NOT_DUMPABLE=NOT_DUMPABLE)
     assert trained(result.stdout) == weights
@@ -106,7 +106,7 @@ def test_ranks_that_no_process_can_look_into_train(script: Path, weights: str):
         ("hidden_processes no_capabilities", "ddp_ext"),
     ],
 )
-def test_the_death_of_a_rank_ends_the_others_at_once(conditions: str, strategy: str, script: Path, tmp_path: Path):
+def test_the_exit_of_a_rank_terminates_the_others_at_once(conditions: str, strategy: str, script: Path, tmp_path: Path):
     env = {"NOT_DUMPABLE": NOT_DUMPABLE} if "hidden" in conditions else {}
     result = run_hardened(
         sys.executable, script, strategy, conditions=conditions, MARKER=str(tmp_path / "killed"), **env
@@ -129,8 +129,8 @@ def test_a_rank_that_torchrun_starts_again_finds_its_commit(conditions: str, scr
     if "no_memfd" in conditions:
         assert result.stdout.count("Commits are stored in unnamed files in") == 1, result.stdout
     deadline = time.monotonic() + 20
-    while left := os.listdir(tmp_path / "cache" / "fd-stores"):  # until the descriptor store has exited
-        assert time.monotonic() < deadline, left
+    while remaining := os.listdir(tmp_path / "cache" / "fd-stores"):  # until the descriptor store has exited
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 

@@ -56,7 +56,7 @@ def use(store: dist.Store) -> list[Any]:
     return [*found, len(store.get("m1")), store.delete_key("m1"), store.delete_key("m1"), store.check(["m1"])]
 
 
-def test_it_does_what_the_store_of_torch_does_directly_and_through_a_prefix(store: HostStore):
+def test_the_store_matches_the_store_of_torch_directly_and_through_a_prefix(store: HostStore):
     expected = use(dist.HashStore())
     assert use(store) == expected
     for key in store.list_keys():
@@ -87,7 +87,7 @@ def test_a_thread_that_waits_delays_no_other(store: HostStore):
 
 
 @pytest.mark.processes
-def test_a_rank_learns_at_once_that_the_process_with_the_store_has_ended():
+def test_a_rank_detects_at_once_that_the_process_of_the_store_has_exited():
     program = (
         "import sys; from lightning_strategies_ext import host_store; host_store.serve(sys.argv[1]).get('stop');"
         " print('stopped')"
@@ -105,7 +105,7 @@ def test_a_rank_learns_at_once_that_the_process_with_the_store_has_ended():
     assert time.monotonic() - began < 30
 
 
-def test_a_wrong_request_is_an_error_of_the_client_that_sends_it(store: HostStore):
+def test_an_invalid_request_is_an_error_of_the_client_that_sends_it(store: HostStore):
     store.set("text", "no number")
     with pytest.raises(dist.DistStoreError, match="`add` failed in the store of these ranks: invalid literal"):
         store.add("text", 1)
@@ -123,7 +123,7 @@ def connection_to(store: HostStore, *requests: Any) -> socket.socket:
     return connection
 
 
-def test_a_client_that_does_not_read_its_answer_delays_no_other_and_gets_it_later(store: HostStore):
+def test_a_client_that_does_not_read_its_reply_delays_no_other_client(store: HostStore):
     size = 1 << 22
     store.set("large", "0" * size)
     with connection_to(store, ("multi_get", (["large"],))) as slow:
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_its_answer_delays_no_other_and_gets_it_late
 
 
 @pytest.mark.parametrize("received", [encode_frame(b"wrong"), b"\0\xff\xff\xff\xff"], ids=["pickle", "length"])
-def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore, received: bytes):
+def test_bytes_that_are_no_request_close_only_their_connection(store: HostStore, received: bytes):
     with connection_to(store) as other:
         other.sendall(received)
         other.settimeout(60)
@@ -144,7 +144,7 @@ def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore, re
     assert store.add("n", 1) == 1
 
 
-def test_values_that_are_too_long_are_errors_of_the_client_that_asks_for_them_only(store: HostStore):
+def test_a_value_that_is_too_long_is_an_error_of_the_requesting_client_only(store: HostStore):
     with pytest.raises(dist.DistStoreError, match=r"`set`: .* longer than the maximum of 67,108,864 bytes"):
         store.set("key", b"0" * (1 << 26))
     for key in ("first", "second"):
@@ -186,7 +186,7 @@ def serving_process(*args: str) -> "Iterator[tuple[HostStore, subprocess.Popen[s
 
 
 @pytest.mark.processes
-def test_a_client_that_ends_while_it_waits_ends_no_store():
+def test_the_exit_of_a_waiting_client_does_not_stop_the_store():
     with serving_process() as (store, process):
         waiting = connection_to(store, ("wait", (["key"],)))
         setting = connection_to(store)
@@ -200,7 +200,7 @@ def test_a_client_that_ends_while_it_waits_ends_no_store():
 
 
 @pytest.mark.processes
-def test_a_forked_process_does_not_hide_that_the_one_with_the_store_has_ended():
+def test_the_exit_of_the_store_process_is_detected_while_its_child_runs():
     with serving_process("fork") as (store, process):
         store.set("key", "value")
         process.kill()
@@ -270,7 +270,7 @@ def as_another_user(program: str, *args: str) -> "subprocess.CompletedProcess[st
 
 @pytest.mark.processes
 @needs_root
-def test_another_user_can_neither_read_nor_write_it(store: HostStore):
+def test_another_user_can_neither_read_nor_write_the_store(store: HostStore):
     store.set("token", "secret")
     took = as_another_user("s = host_store.connect(sys.argv[1]); print(s.get('token'))", store.name)
     assert "is served by user 0, but this process belongs to user 65500" in took.stderr
@@ -293,14 +293,14 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
         "host_store.serve(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as squatter:
-        assert squatter.stdout.readline() == "ready\n"
+    with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as impostor:
+        assert impostor.stdout.readline() == "ready\n"
         with pytest.raises(dist.DistNetworkError, match="served by user 65500, but this process belongs to user 0"):
             host_store.connect(name).set("token", "secret")
-        squatter.stdin.close()
+        impostor.stdin.close()
 
 
-SQUAT = f"""
+IMPOSTOR = f"""
 import os, socket, sys
 os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})
 listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -327,16 +327,16 @@ def test_another_user_that_takes_the_name_of_an_ended_store_does_not_delay_a_ran
         server.wait()
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         name = host_store_server.address(store.name)[1:]
-        with subprocess.Popen([sys.executable, "-c", SQUAT, name], **pipes) as squatter:
-            assert squatter.stdout is not None
-            assert squatter.stdin is not None
-            assert squatter.stdout.readline() == "full\n"
+        with subprocess.Popen([sys.executable, "-c", IMPOSTOR, name], **pipes) as impostor:
+            assert impostor.stdout is not None
+            assert impostor.stdin is not None
+            assert impostor.stdout.readline() == "full\n"
             with pytest.raises(dist.DistNetworkError, match="has ended"):
                 store.get("key")  # over the existing connection
             store.set_timeout(timedelta(seconds=1))
             with pytest.raises(dist.DistStoreError, match="No process served the store of these ranks within 1 s"):
                 store.get("key")
-            squatter.stdin.close()
+            impostor.stdin.close()
 
 
 def join_by_a_name_of_another_job(name: str) -> str:
@@ -430,7 +430,7 @@ def test_ranks_started_on_one_host_listen_on_the_loopback_interface_only(names: 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch does not list the keys of a store")
-def test_the_store_of_torchrun_holds_nothing_but_the_name_of_ours(tmp_path: Path):
+def test_the_store_of_torchrun_contains_only_the_name_of_the_host_store(tmp_path: Path):
     script = tmp_path / "job.py"
     script.write_text(JOB)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -110,7 +110,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.processes
-def test_these_can_be_imported_where_there_is_no_lightning():
+def test_packages_without_lightning_can_be_imported_where_it_is_missing():
     names = [name_of(module) for package in WITHOUT_LIGHTNING for module in modules_of(package)]
     program = "import sys; sys.modules['lightning'] = None; import importlib; [importlib.import_module(n) for n in "
     result = subprocess.run([sys.executable, "-c", f"{program}{names}]"], capture_output=True, text=True)

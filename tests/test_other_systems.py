@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 #: Python runs this code before a script, also in child processes. Torch and Lightning import their requirements of the
 #: real system before the simulation begins.
-PRETENCE = """
+PATCHED_SYSTEM = """
 import os
 import shutil
 import socket
@@ -89,7 +89,7 @@ import lightning_strategies_ext
 
 def run_on(system: str, script: str, directory: Path) -> list[str]:
     """Returns the lines that a script prints on the simulated system."""
-    (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
+    (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PATCHED_SYSTEM}")
     (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -121,7 +121,7 @@ print({finding.name: finding.is_error for finding in doctor.examine() if finding
 """
 
 
-def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_not(tmp_path: Path):
+def test_on_windows_strategies_without_workers_work_and_others_are_refused(tmp_path: Path):
     trained, refused, shm, problems = run_on("win32", ON_ONE_PROCESS, tmp_path)
     assert trained == "True True"
     assert refused.startswith("StrategyUnavailableError: `start_method='forkserver'` passes open files")
@@ -152,7 +152,7 @@ if __name__ == "__main__":
 """
 
 
-def test_on_macos_ranks_talk_over_gloo(tmp_path: Path):
+def test_on_macos_ranks_communicate_over_gloo(tmp_path: Path):
     lines = run_on("darwin", ON_SEVERAL, tmp_path)
     assert "True True True" in lines
     assert lines.count("True 2 gloo") == 2  # on both ranks

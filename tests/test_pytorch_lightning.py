@@ -53,9 +53,9 @@ def test_no_generated_module_names_lightning():
 def test_tests_pass_with_the_other_name_in_them(tmp_path):
     pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     mirrored_repository.write(tmp_path)
-    pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", NOT_AGAIN, *RUN_AGAIN)
+    mirrored_pytest = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", NOT_AGAIN, *RUN_AGAIN)
     environment = {"PYTHONPATH": str(tmp_path)}
-    result = run_script(*pytest_there, cwd=tmp_path, env=environment, timeout_s=800)
+    result = run_script(*mirrored_pytest, cwd=tmp_path, env=environment, timeout_s=800)
     assert result.returncode == 0, result.stdout
 
 

@@ -67,8 +67,8 @@ def column(page: str, heading: str, names: tuple[str, ...]) -> list[list[str]]:
     """Returns columns of the first table below a heading of a page in ``docs/``, one list per row."""
     text = (REPOSITORY / "docs" / page).read_text().split(f"\n{heading}\n")[1]
     header, *body = rows(text[text.index("\n|") + 1 :].split("\n\n")[0])
-    places = [header.index(name) for name in names]
-    return [[row[place] for place in places] for row in body]
+    indices = [header.index(name) for name in names]
+    return [[row[index] for index in indices] for row in body]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_no_table_cell_is_long():
     assert [cell for cell in cells if len(cell.split()) > MAX_WORDS_IN_CELL] == []
 
 
-def test_each_part_has_the_size_that_was_decided():
+def test_each_part_has_its_required_length():
     introduction = prose().split("\n\n")[1]
     assert introduction.count(". ") == 0
     assert introduction.endswith(".")
@@ -200,8 +200,8 @@ def test_the_package_can_be_installed_inspected_and_removed(command: str, clone:
         return Environment(environment.python, directory).run(*module, *words, *options, timeout_s=LIMIT_S)
 
     directory = clone if command == INSTALL_CLONE else environment.work_dir
-    here = command.replace(ADDRESS, clone.as_uri())
-    installed = run(here, "--no-deps", "--no-build-isolation", directory=directory)
+    local_command = command.replace(ADDRESS, clone.as_uri())
+    installed = run(local_command, "--no-deps", "--no-build-isolation", directory=directory)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     doctor = run(DOCTOR)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr

@@ -56,12 +56,12 @@ from tests.support.tiers import pytest_runtest_makereport, pytest_runtest_protoc
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "processes: starts a process")
-    tiers.watch_for_processes()
+    tiers.detect_processes()
 """
 
 
 @pytest.mark.processes
-def test_what_fails_a_test(tmp_path: Path) -> None:
+def test_unmarked_processes_and_exceeded_time_limits_fail_a_test(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "-W", "ignore", str(tmp_path)]

@@ -129,16 +129,16 @@ def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, repor
 
 def test_a_note_is_shown_until_its_corner_runs_again(pages: Path, report: Path) -> None:
     versions_table.main(["py310", "--report", str(report)])
-    noted = results(pages)
-    noted["py310"]["note"] = "One file was run a second time."
-    (pages / "versions.json").write_text(json.dumps(noted))
+    recorded = results(pages)
+    recorded["py310"]["note"] = "One file was run a second time."
+    (pages / "versions.json").write_text(json.dumps(recorded))
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     assert "One file was run a second time." in details(pages)
     versions_table.main(["py310", "--report", str(report)])
     assert "One file was run a second time." not in details(pages)
 
 
-def test_a_page_without_a_place_for_the_table_is_left_alone(pages: Path) -> None:
+def test_a_page_without_the_markers_of_the_table_is_rejected(pages: Path) -> None:
     (pages / "versions.md").write_text("# Versions\n")
     with pytest.raises(ValueError, match="lacks the lines"):
         versions_table.main(["py399", "--problem", "no Python 3.99 was found"])

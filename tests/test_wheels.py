@@ -61,8 +61,8 @@ def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, P
         functions = {symbol.name for symbol in elf.get_section_by_name(".dynsym").iter_symbols()}
         assert elf["e_machine"] == MACHINES[machine]
     assert {"all_reduce_open", "all_reduce_begin", "all_reduce_advance"} <= functions
-    said = run(Path(sys.executable).with_name("auditwheel"), "show", wheel)
-    assert f'"manylinux_2_17_{machine}"' in " ".join(said.split()).partition("platform tag:")[2][:40]
+    output = run(Path(sys.executable).with_name("auditwheel"), "show", wheel)
+    assert f'"manylinux_2_17_{machine}"' in " ".join(output.split()).partition("platform tag:")[2][:40]
 
 
 @pytest.mark.processes
@@ -78,9 +78,9 @@ def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path]
 
 
 @pytest.mark.processes
-def test_what_is_released_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
-    said = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
-    assert said.count("PASSED") == 3
+def test_the_released_archives_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
+    output = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
+    assert output.count("PASSED") == 3
 
 
 def metadata_of(sdist: Path) -> str:
@@ -92,7 +92,7 @@ def metadata_of(sdist: Path) -> str:
 
 
 @pytest.mark.processes
-def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Path, tmp_path: Path):
+def test_links_of_the_readme_lead_to_the_repository_if_it_is_known(sdist: Path, tmp_path: Path):
     address = "https://example.org/team/project"
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, REPOSITORY]
     run(*command, env={REPOSITORY_URL_VARIABLE: f"{address}/"})
@@ -156,7 +156,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"no wheel is built for {platform.machine()}")
-def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels: dict[str, Path], tmp_path: Path):
+def test_without_a_compiler_the_native_library_of_the_wheel_is_used(wheels: dict[str, Path], tmp_path: Path):
     environment, site = virtual_environments.make_environment(wheels[platform.machine()], tmp_path)
     script = tmp_path / "sums.py"
     script.write_text(SUMS)

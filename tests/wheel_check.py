@@ -98,9 +98,9 @@ def main(extra: str) -> None:
         train("pytorch_lightning", "ddp_ext", "ddp_spawn_ext", "dp_ext")
     if extra == "horovod-build":
         run("-m", "lightning_strategies_ext", "install-horovod")
-    asked = requires("lightning-strategies-ext") or []
-    named = [line for line in asked if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    assert bool(named) == bool(extra), asked
+    requirements = requires("lightning-strategies-ext") or []
+    named = [line for line in requirements if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    assert bool(named) == bool(extra), requirements
     run("-m", "pip", "check")
     print(f"the wheel works with {extra or 'no extra'}, which has {len(named)} requirements")
 

@@ -74,17 +74,17 @@ def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], N
     if "setup_environment" in vars(SingleDeviceStrategy):
         return
     setup_environment, teardown = SingleDeviceStrategy.setup_environment, SingleDeviceStrategy.teardown
-    begun: WeakSet[Any] = WeakSet()
+    active: WeakSet[Any] = WeakSet()
 
     def begin_and_setup_environment(self: Any) -> None:
         if begin():
-            begun.add(self)
+            active.add(self)
         setup_environment(self)
 
     def teardown_and_end(self: Any) -> None:
         teardown(self)
-        if self in begun:
-            begun.remove(self)
+        if self in active:
+            active.remove(self)
             end()
 
     SingleDeviceStrategy.setup_environment = begin_and_setup_environment  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
     strategy._checkpoint_io = checkpoint_io
 
 
-def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
+def refuse_compiled_module(alternatives: str) -> Callable[[type[T]], type[T]]:
     """Returns a decorator for strategies that reject a LightningModule from ``torch.compile``.
 
     The Trainer rejects such a module as well, but its message names two of Lightning's strategies. It first sets the
@@ -119,11 +119,11 @@ def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
     mark on a compiled LightningModule are private (2.5 to 2.6).
 
     Args:
-        ways_out: End of the message: the alternatives for the user.
+        alternatives: End of the message: the alternatives for the user.
     """
 
     def decorate(strategy_class: type[T]) -> type[T]:
-        strategy_class._lightning_module = _CompiledModuleRefusal(ways_out)  # type: ignore[attr-defined]
+        strategy_class._lightning_module = _CompiledModuleRefusal(alternatives)  # type: ignore[attr-defined]
         return strategy_class
 
     return decorate
@@ -132,13 +132,13 @@ def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
 class _CompiledModuleRefusal:
     """Descriptor without ``__get__``: reads find the module in the strategy's ``__dict__``, without overhead."""
 
-    def __init__(self, ways_out: str) -> None:
-        self._ways_out = ways_out
+    def __init__(self, alternatives: str) -> None:
+        self._alternatives = alternatives
 
     def __set__(self, strategy: Any, module: Any) -> None:
         if getattr(module, "_compiler_ctx", None) is not None:
             name = type(strategy).__name__
             raise RuntimeError(
-                f"`{name}` cannot train a LightningModule that `torch.compile` has compiled. {self._ways_out}"
+                f"`{name}` cannot train a LightningModule that `torch.compile` has compiled. {self._alternatives}"
             )
         vars(strategy)["_lightning_module"] = module

@@ -47,8 +47,8 @@ def data_sources(trainer: Any) -> list[Any]:
     return [loop._data_source.instance for loop in loops]
 
 
-def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``then`` whenever ``fit`` has created its training DataLoaders.
+def after_setup_data(trainer: Any, function: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``function`` whenever ``fit`` has created its training DataLoaders.
 
     ``FitLoop.setup_data`` creates them, before the first epoch and when they are reloaded (2.5 to 2.6).
 
@@ -60,7 +60,7 @@ def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
 
     def setup_data_and_then() -> None:
         setup_data()
-        then()
+        function()
 
     return replace_method(fit_loop, "setup_data", setup_data_and_then)
 
@@ -197,10 +197,10 @@ def evaluate_without_data(
     is_predicting = trainer.state.fn == TrainerFn.PREDICTING
     loop = _evaluation_loop_of(trainer)
     module, datamodule = trainer.lightning_module, trainer.datamodule
-    setup_data, seen = loop.setup_data, None
+    setup_data, previous = loop.setup_data, None
 
     def setup_data_of_all_ranks() -> None:
-        nonlocal seen
+        nonlocal previous
         users = module.allow_zero_length_dataloader_with_multiple_devices
         module.allow_zero_length_dataloader_with_multiple_devices = is_allowed = users or is_predicting
         try:
@@ -210,9 +210,9 @@ def evaluate_without_data(
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches
-        if max_batches is seen or not (is_allowed or exact):
+        if max_batches is previous or not (is_allowed or exact):
             return
-        seen = max_batches
+        previous = max_batches
         loader = loop._combined_loader
         is_sequential = loader is not None and loader._mode == "sequential"
         if exact is not None and loader is not None:

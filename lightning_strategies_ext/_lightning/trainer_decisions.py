@@ -107,7 +107,7 @@ def _share_with_early_stopping(callback: Any, share: ShareValues) -> list[Callab
     ]
 
 
-def call_after_epoch(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
+def call_after_epoch(trainer: Any, function: Callable[[], None]) -> Callable[[], None]:
     """Calls a function after each training epoch of ``fit``, when learning rate schedulers have stepped.
 
     ``FitLoop.on_advance_end`` calls the hooks ``on_train_epoch_end`` and steps the schedulers of an epoch (2.5 to 2.6).
@@ -115,7 +115,7 @@ def call_after_epoch(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
     Returns:
         A function that reverts the change.
     """
-    return replace_method(trainer.fit_loop, "on_advance_end", _followed(trainer.fit_loop.on_advance_end, then))
+    return replace_method(trainer.fit_loop, "on_advance_end", _followed(trainer.fit_loop.on_advance_end, function))
 
 
 def call_at_points(trainer: Any, at_point: Callable[[], None]) -> list[Callable[[], None]]:
@@ -136,10 +136,10 @@ def call_at_points(trainer: Any, at_point: Callable[[], None]) -> list[Callable[
     ]
 
 
-def _followed(method: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+def _followed(method: Callable[[], Any], function: Callable[[], None]) -> Callable[[], Any]:
     def method_and_then() -> Any:
         value = method()
-        then()
+        function()
         return value
 
     return method_and_then

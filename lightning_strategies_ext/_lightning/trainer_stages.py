@@ -75,11 +75,11 @@ def before_train_end(trainer: Any, check: Callable[[], None]) -> Callable[[], No
     """
     on_run_end = trainer.fit_loop.on_run_end
 
-    def check_and_end() -> Any:
+    def check_and_call() -> Any:
         check()
         return on_run_end()
 
-    return replace_method(trainer.fit_loop, "on_run_end", check_and_end)
+    return replace_method(trainer.fit_loop, "on_run_end", check_and_call)
 
 
 def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
@@ -162,8 +162,8 @@ def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
     return undo
 
 
-def wrap_before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None]:
-    """Calls ``then`` before ``fit`` requests a training batch, with the result of :func:`logger_step`.
+def wrap_before_fetch(trainer: Any, function: Callable[[int], None]) -> Callable[[], None]:
+    """Calls ``function`` before ``fit`` requests a training batch, with the result of :func:`logger_step`.
 
     No hook is called between the end of a batch and this request; ``_TrainingEpochLoop.on_run_start`` makes the fetcher
     call ``_on_before_fetch``, for the profiler (2.5 to 2.6).
@@ -174,11 +174,11 @@ def wrap_before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[],
     epoch_loop = trainer.fit_loop.epoch_loop
     on_before_fetch = epoch_loop._on_before_fetch
 
-    def call_and_go_on() -> None:
-        then(epoch_loop._batches_that_stepped)
+    def call_both() -> None:
+        function(epoch_loop._batches_that_stepped)
         on_before_fetch()
 
-    return replace_method(epoch_loop, "_on_before_fetch", call_and_go_on)
+    return replace_method(epoch_loop, "_on_before_fetch", call_both)
 
 
 def set_hooks_enabled(callback: Any, names: Iterable[str], is_on: bool) -> None:

@@ -66,8 +66,8 @@ def averages_of_model(module: Any) -> list[torch.nn.Module]:
     """Returns averages of a LightningModule in callbacks such as `EMAWeightAveraging`; each rank updates its own."""
     trainer = trainer_of(module)
     callbacks = [] if trainer is None else trainer.callbacks
-    held = [value for callback in callbacks for value in vars(callback).values() if value is not module]
-    return [value for value in held if isinstance(value, AveragedModel) or type(value) is type(module)]
+    callback_values = [value for callback in callbacks for value in vars(callback).values() if value is not module]
+    return [value for value in callback_values if isinstance(value, AveragedModel) or type(value) is type(module)]
 
 
 def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

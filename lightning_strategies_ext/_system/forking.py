@@ -66,7 +66,7 @@ def _lock_of_threads() -> int:
         pointers = list((ctypes.c_void_p * _NUM_POINTERS).in_dll(python, "_PyRuntime"))
     except ValueError as error:
         raise LookupError(str(error)) from error
-    found = [place for place in range(1, _NUM_POINTERS - 1) if (pointers[place], pointers[place + 1]) == pair]
+    found = [index for index in range(1, _NUM_POINTERS - 1) if (pointers[index], pointers[index + 1]) == pair]
     lock: int | None = pointers[found[0] - 1] if len(found) == 1 and pair[0] == pair[1] else None
     if lock is None:
         raise LookupError("the lock on the list of threads was not found in this interpreter")

@@ -47,7 +47,7 @@ def synchronize_gpu() -> None:
             )
 
 
-def sees_one_gpu(devices: Sequence[torch.device]) -> bool:
+def has_single_visible_gpu(devices: Sequence[torch.device]) -> bool:
     """Returns whether the devices are the only GPU that this process sees, as with SLURM's ``--gpus-per-task=1``."""
     return len(devices) == 1 and devices[0].type == "cuda" and torch.cuda.device_count() == 1
 
@@ -62,7 +62,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def note_use(tensor: Tensor) -> None:
+def record_use(tensor: Tensor) -> None:
     """Keeps the memory of a tensor that is about to be freed until the current stream has used it.
 
     The memory belongs to the stream in which the tensor was created, which could otherwise reuse it at once.
@@ -71,25 +71,25 @@ def note_use(tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def copy_to_host(tensors: Sequence[Tensor], kept: Sequence[Tensor | None], *, may_pin: bool) -> list[Tensor]:
+def copy_to_host(tensors: Sequence[Tensor], destinations: Sequence[Tensor | None], *, may_pin: bool) -> list[Tensor]:
     """Copies tensors to the host, and waits once for all copies from a GPU.
 
     Args:
         tensors: Tensors on any device.
-        kept: For each tensor, the host tensor of its shape, dtype, and layout to write to; None for a new one.
+        destinations: For each tensor, the host tensor of its shape, dtype, and layout to write to; None for a new one.
         may_pin: Whether new copies from a GPU use pinned memory, which the GPU copies faster.
 
     Returns:
         The host tensors.
     """
     copies = []
-    for tensor, own in zip(tensors, kept, strict=True):
-        if own is None and tensor.is_cuda and tensor.layout == torch.strided:
-            own = _host_memory_like(tensor, may_pin)
-        if own is None:
+    for tensor, destination in zip(tensors, destinations, strict=True):
+        if destination is None and tensor.is_cuda and tensor.layout == torch.strided:
+            destination = _host_memory_like(tensor, may_pin)
+        if destination is None:
             copies.append(tensor.detach().to("cpu", copy=True))
         else:
-            copies.append(own.copy_(tensor.detach(), non_blocking=tensor.is_cuda))
+            copies.append(destination.copy_(tensor.detach(), non_blocking=tensor.is_cuda))
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()
     return copies

@@ -27,7 +27,7 @@ class SelectorLoop:
         """
         self._selector.register(file, selectors.EVENT_READ, on_ready)
 
-    def wait_for_room(self, file: Any, is_waiting: bool) -> None:
+    def wait_for_writable(self, file: Any, is_waiting: bool) -> None:
         """Sets whether the callback of a file is also called when the file has room for data to be written."""
         key = self._selector.get_key(file)
         events = selectors.EVENT_READ | selectors.EVENT_WRITE if is_waiting else selectors.EVENT_READ
@@ -45,24 +45,24 @@ class SelectorLoop:
 
     def wait(self, seconds: float = math.inf) -> None:
         """Handles events for the given number of seconds, until a callback returns True, or until :meth:`wake`."""
-        until, is_urgent, left = time.monotonic() + seconds, False, seconds
-        while not is_urgent and left >= 0:
-            timeout = min(left, self._resume()) if self._paused else left
+        deadline, is_urgent, remaining_s = time.monotonic() + seconds, False, seconds
+        while not is_urgent and remaining_s >= 0:
+            timeout = min(remaining_s, self._resume()) if self._paused else remaining_s
             for key, _ in self._selector.select(None if timeout == math.inf else timeout):
                 if self._selector.get_map().get(key.fd) == key:  # not removed with one before it
                     is_urgent |= key.data()
-            left = until - time.monotonic()
+            remaining_s = deadline - time.monotonic()
 
     def _resume(self) -> float:
         """Ends pauses that are over; returns the seconds until the next pause is over."""
         now = time.monotonic()
-        for file, (until, on_ready) in list(self._paused.items()):
+        for file, (deadline, on_ready) in list(self._paused.items()):
             if file.fileno() < 0:
                 del self._paused[file]
-            elif until <= now:
+            elif deadline <= now:
                 del self._paused[file]
                 self.add(file, on_ready)
-        return min((until - now for until, _ in self._paused.values()), default=math.inf)
+        return min((deadline - now for deadline, _ in self._paused.values()), default=math.inf)
 
     def wake(self) -> None:
         """Makes :meth:`wait` return. Any thread and any signal handler may call it, also after :meth:`close`."""

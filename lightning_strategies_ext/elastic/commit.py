@@ -267,16 +267,16 @@ class Commit:
     def find_difference(self, trainer: "pl.Trainer") -> str | None:
         """Describes the first parameter or parameter group that differs from the commit; None if there is none."""
         assert self.shared is not None
-        there = {name: shape for name, (shape, _) in self.shared.parameters.items()}
-        here = {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()}
-        for name in {**there, **here}:
-            if there.get(name) != here.get(name):
-                found = _shape_text(there.get(name)), _shape_text(here.get(name))
+        committed = {name: shape for name, (shape, _) in self.shared.parameters.items()}
+        current = {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()}
+        for name in {**committed, **current}:
+            if committed.get(name) != current.get(name):
+                found = _shape_text(committed.get(name)), _shape_text(current.get(name))
                 return f"the parameter `{name}` {found[0]} in the commit, and {found[1]} on this rank"
         states = self.shared.checkpoint["optimizer_states"]
-        sizes_there = [_group_sizes(state.get("param_groups", [])) for state in states]
-        sizes_here = [_group_sizes(optimizer.param_groups) for optimizer in trainer.optimizers]
-        for index, (old, new) in enumerate(zip_longest(sizes_there, sizes_here)):
+        committed_sizes = [_group_sizes(state.get("param_groups", [])) for state in states]
+        current_sizes = [_group_sizes(optimizer.param_groups) for optimizer in trainer.optimizers]
+        for index, (old, new) in enumerate(zip_longest(committed_sizes, current_sizes)):
             if old != new and old != []:  # the state of a custom optimizer may lack `param_groups`
                 found = _groups_text(old), _groups_text(new)
                 return f"optimizer {index} {found[0]} in the commit, and {found[1]} on this rank"

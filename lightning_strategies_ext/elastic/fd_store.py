@@ -62,7 +62,7 @@ class TorchrunJob:
     agent_start: float
 
     @classmethod
-    def of_this_process(cls) -> "TorchrunJob | None":
+    def this_process(cls) -> "TorchrunJob | None":
         """Returns the job of this process; None if torchrun has not started the process.
 
         The agent is the nearest ancestor without the job's environment variable: a shell may run between the agent and
@@ -133,12 +133,12 @@ class FdStoreClient:
     def _request(self, request: dict[str, str], fds: list[int]) -> tuple[list[str], list[int]]:
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            answer, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _MAX_FILES)
+            reply, found, _, _ = socket.recv_fds(self._socket, _MESSAGE_BYTES, _MAX_FILES)
         except OSError as error:
             raise FdStoreLostError(f"The process that stores commits does not respond: {error}") from error
-        if not answer:
+        if not reply:
             raise FdStoreLostError("The process that stores commits has exited.")
-        return json.loads(answer), list(found)
+        return json.loads(reply), list(found)
 
     @staticmethod
     def _connect(job: TorchrunJob) -> socket.socket:
@@ -179,8 +179,8 @@ def _directory() -> Path:
 def _start(job: TorchrunJob, file: Path) -> "subprocess.Popen[bytes]":
     # In a new session, because the agent kills the sessions of its ranks. It inherits no open files of this rank.
     command = python_module(__name__, str(file), str(job.agent_pid), repr(job.agent_start))
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
+    devnull = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=devnull, stdout=devnull, stderr=devnull, cwd="/", start_new_session=True)
 
 
 def _serve(path: str, agent_pid: int, agent_start: float) -> None:
@@ -206,7 +206,7 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
                 file.truncate(0)
                 file.write(address)
                 file.flush()
-                _answer_requests(listener, agent_pidfd, lambda: is_running(agent_pid, agent_start))
+                _serve_requests(listener, agent_pidfd, lambda: is_running(agent_pid, agent_start))
         os.unlink(path)
 
 
@@ -214,7 +214,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, mode=0o600)
 
 
-def _answer_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_running: Callable[[], bool]) -> None:
+def _serve_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_running: Callable[[], bool]) -> None:
     """Stores and returns descriptors until the agent exits."""
     loop = SelectorLoop()
     stored: dict[str, int] = {}
@@ -226,7 +226,7 @@ def _answer_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_
         return True
 
     def on_request(connection: socket.socket) -> bool:
-        if not _answer(connection, stored):
+        if not _handle_request(connection, stored):
             loop.remove(connection)
             connection.close()
         return False
@@ -246,7 +246,7 @@ def _answer_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_
         loop.wait(_AGENT_POLL_S if agent_pidfd is None else math.inf)
 
 
-def _answer(connection: socket.socket, stored: dict[str, int]) -> bool:
+def _handle_request(connection: socket.socket, stored: dict[str, int]) -> bool:
     """Processes a request of a rank; returns False if the rank has closed its connection."""
     with suppress(OSError):
         received, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
@@ -262,8 +262,8 @@ def _answer(connection: socket.socket, stored: dict[str, int]) -> bool:
         else:
             prefix = request["get_all"]
             names = [name for name in stored if name.startswith(prefix)][:_MAX_FILES]
-            answer = json.dumps([name.removeprefix(prefix) for name in names]).encode()
-            socket.send_fds(connection, [answer], [stored[name] for name in names])
+            reply = json.dumps([name.removeprefix(prefix) for name in names]).encode()
+            socket.send_fds(connection, [reply], [stored[name] for name in names])
         return True
     return False
 

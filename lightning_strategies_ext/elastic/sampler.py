@@ -90,11 +90,11 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position of the ranks in the epoch, for a checkpoint."""
-        num_batches_here = self._batches_done() - self.num_batches_before
-        num_samples = self._num_samples_before + num_batches_here * self._batch_size * self._world_size
-        if num_batches_here >= num_batches(self._num_remaining_of(0), self._batch_size):  # rank 0 has the most samples
+        num_in_world = self._batches_done() - self.num_batches_before
+        num_samples = self._num_samples_before + num_in_world * self._batch_size * self._world_size
+        if num_in_world >= num_batches(self._num_remaining_of(0), self._batch_size):  # rank 0 has the most samples
             num_samples = self._num_samples
-        return {"epoch": self._epoch, "samples": num_samples, "batches": self.num_batches_before + num_batches_here}
+        return {"epoch": self._epoch, "samples": num_samples, "batches": self.num_batches_before + num_in_world}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from a position, in a world of any size."""

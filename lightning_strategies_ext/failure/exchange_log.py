@@ -104,10 +104,10 @@ def describe_difference(rank: int, other_rank: int, difference: tuple[int, int, 
     index, own, theirs = difference
     texts = {rank: own, other_rank: theirs}
     (first, first_batch), (second, second_batch) = sorted(texts.items())
-    what = (
+    difference_text = (
         f"in gradient exchange {index}, rank {first} exchanged gradients of batch {first_batch}, and rank {second} of"
         f" batch {second_batch}"
         if own >= 0
         else f"rank {first} and rank {second} exchanged gradients of different batches"
     )
-    return f"{what}. {ADVICE}"
+    return f"{difference_text}. {ADVICE}"

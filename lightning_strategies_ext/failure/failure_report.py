@@ -112,9 +112,9 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job_id}"
     path = Path(directory, DIRECTORY, name, "main-process.txt" if rank is None else f"rank-{rank}.txt")
     try:
-        for place in (path.parent.parent, path.parent):
-            place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others cannot write to it, whatever the umask is
-            if not _is_own(place):
+        for parent in (path.parent.parent, path.parent):
+            parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # others cannot write to it, whatever the umask is
+            if not _is_own(parent):
                 return None
         with open(path, "a", opener=_open_own_file) as file:
             file.write(text.rstrip() + "\n")
@@ -161,16 +161,16 @@ def report_at_exit(
     ``directory``, see :func:`write_report`.
     """
     # Of exceptions that the script has caught, only the last is kept.
-    usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
+    default_hook: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if value is not exception:
-            usual(kind, value, trace)
+            default_hook(kind, value, trace)
             return
         _, text = texts_of_exception(value.with_traceback(trace))
         path = write_report(directory, failure, rank, text)
         if path is None:
-            usual(kind, value, trace)
+            default_hook(kind, value, trace)
         if is_reporter():
             more = []
             if rank is not None and rank not in failure.ranks:
@@ -185,7 +185,7 @@ def report_at_exit(
             print_line(one_line_cause(failure))
 
     _replaced.clear()
-    _replaced[show] = usual
+    _replaced[show] = default_hook
     sys.excepthook = show
 
 

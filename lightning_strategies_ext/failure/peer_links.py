@@ -204,26 +204,26 @@ class PeerLinks:
                 return False
             is_urgent = self._authenticate(oldest)  # its first message may have arrived just now
         with suppress(OSError):
-            stranger, _ = listener.accept()
-            stranger.setblocking(False)
-            self._loop.add(stranger, partial(self._authenticate, stranger))
-            self._unauthenticated[stranger] = time.monotonic()
+            connected, _ = listener.accept()
+            connected.setblocking(False)
+            self._loop.add(connected, partial(self._authenticate, connected))
+            self._unauthenticated[connected] = time.monotonic()
         return is_urgent
 
-    def _authenticate(self, stranger: socket.socket) -> bool:
+    def _authenticate(self, connected: socket.socket) -> bool:
         """Reads the first message of a connection, and closes the connection if the message proves nothing."""
-        del self._unauthenticated[stranger]
-        self._loop.remove(stranger)
+        del self._unauthenticated[connected]
+        self._loop.remove(connected)
         received = b""
         with suppress(OSError):
-            received = stranger.recv(_HELLO_NUM_BYTES)
+            received = connected.recv(_HELLO_NUM_BYTES)
         hello, end_of_message, more = received.partition(_END_OF_MESSAGE)
         number = hello.rpartition(b" ")[2]
         rank = int(number) if number.isdigit() else -1
         if rank in self._expected and hmac.compare_digest(hello + end_of_message, self._expected[rank]):
             del self._expected[rank]
-            return self._handle_data(self._register(stranger, rank), more)
-        stranger.close()
+            return self._handle_data(self._register(connected, rank), more)
+        connected.close()
         return False
 
     def _receive(self, link: _Link) -> bool:

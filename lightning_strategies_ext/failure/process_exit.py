@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 #: Exit code of a process that its failure monitor has terminated.
 MONITOR_EXIT_CODE = 70
 #: Priorities of exit handlers in processes of multiprocessing: before the usual handlers, usual, and after them.
-RUN_FIRST, _USUAL, _LAST = 1, 0, -100
+RUN_FIRST, _DEFAULT, _LAST = 1, 0, -100
 #: Types of files that buffer what is written.
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -27,7 +27,7 @@ _excepthook_caller: "Finalize[None] | None" = None
 _handle_uncaught: Callable[[BaseException], BaseException]
 
 
-def register_exit_handler(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[None]":
+def register_exit_handler(function: Callable[[], None], priority: int = _DEFAULT) -> "Finalize[None]":
     """Registers a function that this process calls once at its exit; ``cancel`` of the returned handler removes it.
 
     Forked processes do not call it. Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers.

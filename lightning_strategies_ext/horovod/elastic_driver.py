@@ -160,11 +160,11 @@ class DriverMembership:
         """Returns whether an exception is caused by an error with which Horovod reports the loss of a rank."""
         from horovod.common.exceptions import HorovodInternalError
 
-        at: BaseException | None = error
-        while at is not None:
-            if isinstance(at, HorovodInternalError):
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, HorovodInternalError):
                 return True
-            at = at.__cause__ or at.__context__
+            cause = cause.__cause__ or cause.__context__
         return False
 
     def listen(self) -> "HostChangeListener":

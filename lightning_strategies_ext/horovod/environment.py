@@ -7,7 +7,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
+from lightning_strategies_ext._system.gpu_sync import has_single_visible_gpu
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo, exited_parent_pid, is_rank_of_script
 from lightning_strategies_ext.launch.script_launcher import environment_of_child
 
@@ -173,7 +173,7 @@ def device_of_rank(devices: list[torch.device], local_rank: int) -> torch.device
     GPU, the rank uses this GPU.
     """
     if len(devices) == 1 and devices[0].type != "cpu":
-        if sees_one_gpu(devices):
+        if has_single_visible_gpu(devices):
             return devices[0]
         return torch.device(devices[0].type, (devices[0].index or 0) + local_rank)
     return devices[local_rank if len(devices) > 1 else 0]

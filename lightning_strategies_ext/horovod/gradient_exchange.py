@@ -76,7 +76,7 @@ class HorovodGradientExchange:
         self._options = options
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._prefix = prefix
-        self._shared_with = together
+        self._shared_exchanges = together
         # Under manual optimization, a backward pass that bypasses the strategy is a user error.
         self._is_automatic: bool = getattr(module, "automatic_optimization", True)
         self._take_parameters(module)
@@ -87,7 +87,7 @@ class HorovodGradientExchange:
         self.broadcast_buffers: Callable[[int | None], None] | None = None
         #: Whether a backward pass of the strategy runs. Gradients of other passes stay local, as under DDP.
         self.is_in_backward = False
-        self._hook_of_loss: RemovableHandle | None = None
+        self._loss_hook: RemovableHandle | None = None
         self._is_queued = False  # whether autograd will call `_end_pass` at the end of the pass
         self._num_finished = 0  # passes with an exchange, within one backward pass of the strategy
         self.observer: ExchangeObserver | None = None  # records each exchange
@@ -141,7 +141,7 @@ class HorovodGradientExchange:
             RuntimeError: If the previous backward pass has failed after it had started to exchange gradients.
         """
         does_exchange = False
-        for exchange in self._together:
+        for exchange in self._pass_exchanges:
             if exchange._ready:
                 raise RuntimeError(
                     "The previous backward pass raised an exception after this rank had begun to exchange gradients,"
@@ -152,7 +152,7 @@ class HorovodGradientExchange:
             does_exchange = does_exchange or not exchange.is_held_back
         if does_exchange and loss.requires_grad:
             # Queue in the pass of the loss itself, not in a nested pass of a reentrant checkpoint.
-            self._hook_of_loss = loss.register_hook(self._queue)
+            self._loss_hook = loss.register_hook(self._queue)
 
     def finish(self) -> None:
         """Ends the backward pass after :meth:`begin`, and exchanges the gradients if the pass has not done so.
@@ -160,9 +160,9 @@ class HorovodGradientExchange:
         Raises:
             RuntimeError: If another rank has failed or shut Horovod down.
         """
-        if self._hook_of_loss is not None:
-            self._hook_of_loss.remove()
-            self._hook_of_loss = None
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
+            self._loss_hook = None
         self.is_in_backward = False
         if self.is_held_back or not self._process_set.included():
             self._has_own = self._has_own or self._saved_gradients is None
@@ -171,18 +171,18 @@ class HorovodGradientExchange:
         self._saved_gradients = None
 
     @property
-    def _together(self) -> "Sequence[HorovodGradientExchange]":
-        return (self,) if self._shared_with is None else self._shared_with
+    def _pass_exchanges(self) -> "Sequence[HorovodGradientExchange]":
+        return (self,) if self._shared_exchanges is None else self._shared_exchanges
 
     def _queue(self, _: Tensor | None = None) -> None:
         """Makes autograd call :meth:`_end_pass` at the end of the current backward pass."""
         if not self._is_queued:
-            for exchange in self._together:
+            for exchange in self._pass_exchanges:
                 exchange._is_queued = True
             Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        exchanges = self._together
+        exchanges = self._pass_exchanges
         has_gradients = False  # stays False in a pass of `torch.autograd.grad`
         for exchange in exchanges:
             exchange._is_queued = False
@@ -272,7 +272,7 @@ class HorovodGradientExchange:
             return
         parameter = cast(Parameter, parameter)
         if not self.is_in_backward:
-            self._keep_local(parameter)
+            self._mark_local(parameter)
             return
         if self._saved_gradients is not None:
             self._restore(parameter, self._saved_gradients.get(parameter))
@@ -284,10 +284,10 @@ class HorovodGradientExchange:
                     " again. Add the losses and run one backward pass, or use `op='average'`."
                 )
             if not self._is_queued:  # the user's `backward` uses a different loss
-                self._together[0]._queue()
+                self._pass_exchanges[0]._queue()
             self._start(parameter)
 
-    def _keep_local(self, parameter: Parameter) -> None:
+    def _mark_local(self, parameter: Parameter) -> None:
         if not self._is_automatic and not self.is_held_back:
             raise RuntimeError(
                 f"A backward pass outside of `self.manual_backward` computed {self._names[parameter]}, which the"
@@ -339,23 +339,23 @@ class HorovodGradientExchange:
         gradients = [unshare_gradient(parameter, NUM_HOLDERS) for parameter in parameters]
         if gradients[0].is_complex():  # a group has one dtype; Horovod cannot reduce complex numbers
             gradients = [torch.view_as_real(gradient) for gradient in gradients]
-        wires = [self._on_the_wire(gradient) for gradient in gradients]
+        wire_tensors = [self._to_wire_dtype(gradient) for gradient in gradients]
         if self.observer is not None:
             self._begun_at_ns = self._begun_at_ns or time.time_ns()
-            self._num_bytes += sum(wire.nbytes for wire in wires)
+            self._num_bytes += sum(wire.nbytes for wire in wire_tensors)
         factor = self._options.gradient_predivide_factor
         op, divisor = self._op
         scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor / divisor}
         common = {"op": op, "process_set": self._process_set, **scales}
         name = self._names[parameters[0]]
-        if len(wires) == 1:
-            handle = self._hvd.allreduce_async_(wires[0], name=name, **common)
+        if len(wire_tensors) == 1:
+            handle = self._hvd.allreduce_async_(wire_tensors[0], name=name, **common)
         else:
-            handle = self._hvd.grouped_allreduce_async_(wires, name=f"group.{name}", **common)
-        for parameter, gradient, wire in zip(parameters, gradients, wires, strict=True):
+            handle = self._hvd.grouped_allreduce_async_(wire_tensors, name=f"group.{name}", **common)
+        for parameter, gradient, wire in zip(parameters, gradients, wire_tensors, strict=True):
             self._pending[parameter] = PendingGradient(gradient, wire, handle)
 
-    def _on_the_wire(self, gradient: Tensor) -> Tensor:
+    def _to_wire_dtype(self, gradient: Tensor) -> Tensor:
         if self._options.compression == "fp16" and gradient.is_floating_point():
             return gradient.to(torch.float16).contiguous()
         if gradient.dtype == torch.bfloat16:  # Horovod cannot sum bfloat16
@@ -385,7 +385,7 @@ def summable(tensor: Tensor) -> Tensor:
 
 def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Parameter, list[Parameter]]:
     parameters = parameters[::-1]  # a backward pass computes gradients from the last layer to the first
-    most = len(parameters) if num_groups is None else -(-len(parameters) // num_groups) if num_groups else 1
+    max_group_size = len(parameters) if num_groups is None else -(-len(parameters) // num_groups) if num_groups else 1
     groups: list[list[Parameter]] = []
     for parameter in parameters:
         last = groups[-1] if groups else []
@@ -393,7 +393,7 @@ def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Paramet
         # A single large gradient is reduced in place, whereas Horovod copies a group to a buffer and back.
         is_large = num_groups is None and max(num_bytes, parameter.nbytes) >= GROUP_NUM_BYTES
         # Horovod reduces the tensors of a group as one buffer, with one dtype.
-        if not last or len(last) >= most or is_large or last[0].dtype != parameter.dtype:
+        if not last or len(last) >= max_group_size or is_large or last[0].dtype != parameter.dtype:
             groups.append([parameter])
         else:
             last.append(parameter)

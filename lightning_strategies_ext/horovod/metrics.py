@@ -13,7 +13,7 @@ from torchmetrics.metric import jit_distributed_available
 
 from lightning_strategies_ext.collectives import Collectives
 
-_USUAL_SYNC = Metric.sync
+_ORIGINAL_SYNC = Metric.sync
 
 
 class MetricSync:
@@ -33,7 +33,7 @@ class MetricSync:
         if self in _open:
             _open.remove(self)
         if not _open:
-            Metric.sync = _USUAL_SYNC  # type: ignore[method-assign]
+            Metric.sync = _ORIGINAL_SYNC  # type: ignore[method-assign]
 
 
 #: Open objects; metrics use the last one.
@@ -48,9 +48,9 @@ def _sync(
     distributed_available: Callable[..., Any] | None = None,
 ) -> None:
     """Replaces ``Metric.sync``."""
-    is_asked = distributed_available in (None, jit_distributed_available)
-    if should_sync and is_asked and metric.distributed_available_fn is jit_distributed_available:
+    is_default_check = distributed_available in (None, jit_distributed_available)
+    if should_sync and is_default_check and metric.distributed_available_fn is jit_distributed_available:
         collectives = _open[-1].collectives()
         distributed_available = lambda: collectives.rank() is not None and collectives.world_size() > 1  # noqa: E731
         dist_sync_fn = dist_sync_fn or collectives.gather_list
-    _USUAL_SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+    _ORIGINAL_SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)

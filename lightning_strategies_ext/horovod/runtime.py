@@ -65,8 +65,8 @@ def start(launch: LaunchInfo, device: torch.device, process_set: Any = None) -> 
         )
     process_sets = [] if process_set is None else [process_set]
     forking.make_fork_safe()
-    if launch.rank == 0 and (said := outdated_build_warning()) is not None:
-        warnings.warn(said, stacklevel=2)
+    if launch.rank == 0 and (warning_text := outdated_build_warning()) is not None:
+        warnings.warn(warning_text, stacklevel=2)
     if not hvd.is_initialized():
         if device.type == "cpu" and launch.launcher not in ("python", "horovodrun"):
             set_defaults_for_cpus_over_mpi()
@@ -76,8 +76,8 @@ def start(launch: LaunchInfo, device: torch.device, process_set: Any = None) -> 
         with launcher_variables(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
     rank_variables.record_owner()
-    atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit)  # runs before Horovod's exit handler, which is then a no-op
+    atexit.unregister(_shut_down_at_exit)
+    atexit.register(_shut_down_at_exit)  # runs before Horovod's exit handler, which is then a no-op
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
@@ -107,9 +107,9 @@ def make_store() -> Store:
     import horovod.torch as hvd
 
     if hvd.local_size() == hvd.size() and host_store.is_available():
-        place = (host_store.serve().name, uuid4().hex) if hvd.rank() == 0 else None
-        name, part = hvd.broadcast_object(place, 0, name="store")
-        return PrefixStore(part, host_store.connect(name))
+        name_and_prefix = (host_store.serve().name, uuid4().hex) if hvd.rank() == 0 else None
+        name, prefix = hvd.broadcast_object(name_and_prefix, 0, name="store")
+        return PrefixStore(prefix, host_store.connect(name))
     host = "127.0.0.1" if hvd.local_size() == hvd.size() else _own_address()
     if hvd.rank() == 0:
         store = serve_store(host)
@@ -149,9 +149,9 @@ def abort_collectives(peers: Sequence[Peer]) -> None:
     Args:
         peers: Processes of the other ranks.
     """
-    here = host_identity()
+    host = host_identity()
     for peer in peers:
-        if peer.host == here:
+        if peer.host == host:
             with suppress(psutil.Error, OSError):
                 process = psutil.Process(peer.pid)
                 if process.status() == psutil.STATUS_STOPPED:
@@ -159,10 +159,10 @@ def abort_collectives(peers: Sequence[Peer]) -> None:
     shut_down()
 
 
-def _leave_at_exit() -> None:
+def _shut_down_at_exit() -> None:
     # The failure monitor first: after a failure it sets a time limit, as Horovod waits half a minute for a lost host.
-    if (own := failure_monitor.current_monitor()) is not None:
-        own.run_exit_handler()
+    if (monitor := failure_monitor.current_monitor()) is not None:
+        monitor.run_exit_handler()
     shut_down()
 
 

@@ -56,49 +56,51 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
         if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
             missing = [item for item in missing if not item.for_build]
         if missing:
-            _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
+            _print_plain(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
             for item in missing:
-                _say(console, f"  - {item.description}\n      {item.remedy}")
-            _say(console, "Install the missing requirements, then run the command again.")
+                _print_plain(console, f"  - {item.description}\n      {item.remedy}")
+            _print_plain(console, "Install the missing requirements, then run the command again.")
             return MISSING
         with _sigterm_as_interrupt():
             _ensure_installed(cache, key, toolchain, arguments.rebuild, console)
             for launcher in launchers(toolchain.environment, with_mpi=arguments.mpi):
                 run_smoke_test(launcher, toolchain.environment)
-                _say(console, f"{launcher.name}: two ranks reduced.")
+                _print_plain(console, f"{launcher.name}: two ranks reduced.")
     except SmokeTestError as error:
-        _say(console, f"{error}\nHorovod is installed but does not work. The wheel is in {cache.entry(key)}")
-        _say(console, f"If its output shows no cause, rebuild it: {_repeated(arguments)} --rebuild")
+        _print_plain(console, f"{error}\nHorovod is installed but does not work. The wheel is in {cache.entry(key)}")
+        _print_plain(console, f"If its output shows no cause, rebuild it: {_repeated(arguments)} --rebuild")
         return FAILED
     except (SourceError, UnknownSourceError, BuildError, InstallError) as error:
-        _say(console, str(error))
+        _print_plain(console, str(error))
         return FAILED
     except OSError as error:
-        _say(
+        _print_plain(
             console,
             f"{error}\n"
             "Correct this, or pass another directory for wheels with --wheel-dir; then run the command again.",
         )
         return FAILED
     except KeyboardInterrupt:
-        _say(console, f"Interrupted; no partial build was stored. Run it again with: {_repeated(arguments)}")
+        _print_plain(console, f"Interrupted; no partial build was stored. Run it again with: {_repeated(arguments)}")
         return FAILED
-    _say(console, f"Horovod {key.horovod} works with torch {key.torch}.")
+    _print_plain(console, f"Horovod {key.horovod} works with torch {key.torch}.")
     return SUCCESS
 
 
 def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, rebuild: bool, console: Console) -> None:
     """Installs the Horovod of a key, unless installed; builds its wheel only if the cache has none."""
     if not rebuild and _is_installed(key):
-        _say(console, f"Horovod {key.horovod} for torch {key.torch} is already installed.")
+        _print_plain(console, f"Horovod {key.horovod} for torch {key.torch} is already installed.")
         return
-    with cache.lock(key, waiting=lambda: _say(console, "Another build of the same wheel is running; waiting for it.")):
+    with cache.lock(
+        key, waiting=lambda: _print_plain(console, "Another build of the same wheel is running; waiting for it.")
+    ):
         wheel = None if rebuild else cache.find(key)
         if wheel is not None:
-            _say(console, f"Installing the wheel that was built earlier: {wheel}")
+            _print_plain(console, f"Installing the wheel that was built earlier: {wheel}")
         else:
             wheel = _build(cache, key, toolchain, console)
-            _say(console, f"The wheel is stored in {wheel}")
+            _print_plain(console, f"The wheel is stored in {wheel}")
     _install(wheel)
 
 
@@ -111,21 +113,21 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
     """Builds the wheel in a temporary directory, and stores the complete wheel in the cache."""
     log = cache.directory / f"{key.directory_name}.log"
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as directory:
-        _say(console, f"Downloading the source of Horovod {key.horovod}.")
+        _print_plain(console, f"Downloading the source of Horovod {key.horovod}.")
         source = fetch_source(Path(directory))
         changes = apply_patches(source, toolchain.cxx_standard, toolchain.library_directories, bool(toolchain.cuda))
         for fix in changes:
-            _say(console, f"Patched {fix.file}: {fix.reason}.")
-        _say(console, f"Building for torch {key.torch}; this takes minutes. The log is {log}")
+            _print_plain(console, f"Patched {fix.file}: {fix.reason}.")
+        _print_plain(console, f"Building for torch {key.torch}; this takes minutes. The log is {log}")
         try:
-            kept = cache.store(key, build_wheel(source, Path(directory), log, toolchain, console))
+            wheel = cache.store(key, build_wheel(source, Path(directory), log, toolchain, console))
         except BuildError:
             raise  # keep the log for the user; interrupted and successful builds delete theirs
         except BaseException:
             log.unlink(missing_ok=True)
             raise
         log.unlink(missing_ok=True)
-        return kept
+        return wheel
 
 
 def _install(wheel: Path) -> None:
@@ -164,6 +166,6 @@ def _repeated(arguments: argparse.Namespace) -> str:
     return " ".join([COMMAND, *options])
 
 
-def _say(console: Console, text: str) -> None:
+def _print_plain(console: Console, text: str) -> None:
     """Prints plain text: rich would interpret parts of paths, versions, and compiler output as markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

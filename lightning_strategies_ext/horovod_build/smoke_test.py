@@ -75,12 +75,12 @@ def run_smoke_test(launcher: SmokeTestLauncher, environment: dict[str, str], tim
     """
     program = [sys.executable, str(Path(__file__).with_name("smoke_test_rank.py"))]
     # Drop variables of launchers and clusters, which would give the ranks wrong rank numbers.
-    foreign = ("HOROVOD_", "OMPI_", "PMI", "PRTE")
-    kept = {name: value for name, value in environment.items() if not name.startswith(foreign)}
+    removed_prefixes = ("HOROVOD_", "OMPI_", "PMI", "PRTE")
+    inherited = {name: value for name, value in environment.items() if not name.startswith(removed_prefixes)}
     try:
         process = subprocess.Popen(
             [*launcher.command, *program],
-            env={**kept, "OMP_NUM_THREADS": "1", **launcher.environment},
+            env={**inherited, "OMP_NUM_THREADS": "1", **launcher.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,28 +92,28 @@ def run_smoke_test(launcher: SmokeTestLauncher, environment: dict[str, str], tim
         raise SmokeTestError(f"{launcher.name} could not be started: {error}") from error
     try:
         output, _ = process.communicate(timeout=timeout_s)
-        ended = f"exited with exit code {process.returncode}"
+        outcome = f"exited with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        _end(process)
-        output, ended = process.communicate()[0], f"took more than {timeout_s:.0f} s"
+        _terminate(process)
+        output, outcome = process.communicate()[0], f"took more than {timeout_s:.0f} s"
     finally:
-        _end(process)
+        _terminate(process)
     if process.returncode != 0 or any(line not in output for line in EXPECTED):
         raise SmokeTestError(
-            f"An all-reduce of two ranks through {launcher.name} {ended}. Its output:\n{output.strip()}"
+            f"An all-reduce of two ranks through {launcher.name} {outcome}. Its output:\n{output.strip()}"
         )
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _terminate(process: "subprocess.Popen[str]") -> None:
     """Terminates a launcher and its descendants, including ranks in other sessions."""
     if process.poll() is not None:
         return
     descendants = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     psutil.wait_procs(descendants, timeout=_GRACE_S)
-    for victim in descendants:
+    for descendant in descendants:
         try:
-            victim.kill()
+            descendant.kill()
         except psutil.NoSuchProcess:
             continue
     process.kill()

@@ -21,7 +21,7 @@ from lightning_strategies_ext.horovod_build.source import with_build_packages
 
 _TAIL_LINES = 40
 #: Lines after which the log contains no more causes: setuptools prints its call of CMake, and pip its own command.
-_NO_NEWS_AFTER = (
+_LAST_RELEVANT_LINES = (
     "-- Configuring incomplete, errors occurred!",
     "ninja: build stopped: subcommand failed.",
     "error: subprocess-exited-with-error",
@@ -74,11 +74,11 @@ def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, 
 
 def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
     """Returns the environment of the build. Most variables of the user that begin with ``HOROVOD_`` are removed."""
-    kept = ("HOROVOD_CMAKE", "HOROVOD_BUILD_", "HOROVOD_NCCL_LINK")
+    allowed_prefixes = ("HOROVOD_CMAKE", "HOROVOD_BUILD_", "HOROVOD_NCCL_LINK")
     environment = {
         name: value
         for name, value in toolchain.environment.items()
-        if not name.startswith("HOROVOD_") or name.startswith(kept)
+        if not name.startswith("HOROVOD_") or name.startswith(allowed_prefixes)
     }
     environment = with_build_packages(environment, directory) | {
         "HOROVOD_WITH_PYTORCH": "1",
@@ -153,11 +153,11 @@ def _run(command: list[str], environment: dict[str, str], log: Path, console: Co
     try:
         with log.open("w", buffering=1, encoding="utf-8") as file, Progress(*columns, console=console) as progress:
             task, num_quarters = progress.add_task("configuring", total=None), 0
-            tail_ended = False
+            is_tail_complete = False
             for line in process.stdout:
                 file.write(line)
-                tail_ended = tail_ended or line.strip() in _NO_NEWS_AFTER
-                if not tail_ended:
+                is_tail_complete = is_tail_complete or line.strip() in _LAST_RELEVANT_LINES
+                if not is_tail_complete:
                     tail.append(line.rstrip())
                 if (share := _share(line)) is None:
                     continue

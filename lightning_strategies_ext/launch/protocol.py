@@ -228,7 +228,7 @@ class TaskFailed:
     first_failure: FirstFailure | None = None
 
     @classmethod
-    def of(cls, exception: BaseException, has_results: bool = False) -> "TaskFailed":
+    def from_exception(cls, exception: BaseException, has_results: bool = False) -> "TaskFailed":
         """Returns the reply for an exception."""
         headline, traceback = texts_of_exception(exception)
         pickled = None

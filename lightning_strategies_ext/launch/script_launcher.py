@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import discovery, host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
+from lightning_strategies_ext._system.gpu_sync import has_single_visible_gpu
 from lightning_strategies_ext._system.interpreters import current_options, python_module
 from lightning_strategies_ext.failure.failure_detector import describe_exit
 from lightning_strategies_ext.failure.failure_monitor import current_monitor, known_failure
@@ -96,7 +96,7 @@ def devices_of_ranks(
 
     For example with ``--gpus-per-task=1`` of SLURM: a process cannot name the GPUs of other ranks.
     """
-    if not environment.creates_processes_externally or not sees_one_gpu(devices):
+    if not environment.creates_processes_externally or not has_single_visible_gpu(devices):
         return devices
     num_tasks = os.environ.get("SLURM_NTASKS_PER_NODE") if isinstance(environment, SLURMEnvironment) else None
     return devices * (int(num_tasks) if num_tasks else max(1, environment.world_size() // num_nodes))
@@ -181,8 +181,8 @@ def _wait_for_all() -> None:
     for rank, process in failed.items():
         fail_at_exit()
         if failure is None:
-            how = "does not exit" if process.returncode is None else f"exited with exit code {process.returncode}"
-            print_line(f"rank {rank} (pid {process.pid}) {how}. Exiting with code 1.")
+            outcome = "does not exit" if process.returncode is None else f"exited with exit code {process.returncode}"
+            print_line(f"rank {rank} (pid {process.pid}) {outcome}. Exiting with code 1.")
 
 
 def _wait_until_connected(processes: "list[subprocess.Popen[Any]]", are_connected: Callable[[], bool]) -> None:

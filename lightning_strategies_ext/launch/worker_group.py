@@ -147,7 +147,7 @@ class WorkerGroup:
             for worker in pool.workers
         ]
 
-    def close_unless_kept(self) -> None:
+    def close_unless_reused(self) -> None:
         """Shuts the workers down after a task, unless the strategy keeps them."""
         if self._must_close or not self._strategy.keep_workers:
             self.close()
@@ -175,7 +175,7 @@ class WorkerGroup:
             value = None
             for result in self.pool.pull(0):
                 value = result.value
-        self.close_unless_kept()
+        self.close_unless_reused()
         return value
 
     def restore_rng(self, outcome: TaskOutcome) -> None:

@@ -76,7 +76,7 @@ class WorkerLauncher(launching.Launcher):
         self._strategy.check_before_launch(trainer)
         with self.workers.in_use(), self._strategy.wrap_stage(trainer):
             value = self._run(StageTask(trainer, function, args, kwargs))
-        self.workers.close_unless_kept()
+        self.workers.close_unless_reused()
         self._strategy.post_dispatch(trainer)
         return value
 

@@ -14,10 +14,10 @@ from lightning_strategies_ext.monitoring.analysis import (
 )
 
 #: Share of a step below which a bottleneck is not reported.
-_WORTH_IT = 0.1
+_MIN_REPORTED_SHARE = 0.1
 #: Size in bytes below which round trips, not bandwidth, dominate the time of an exchange.
-_FEW_BYTES = 1 << 20
-_MOSTLY = 0.5
+_LATENCY_BOUND_NUM_BYTES = 1 << 20
+_MIN_HIDDEN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def advise(times: Sequence[RankTimes], traits: JobTraits) -> str:
         times: Times of all ranks, over the whole training.
         traits: Properties of the job.
     """
-    bottlenecks = [each for each in _bottlenecks(times, traits) if each.share >= _WORTH_IT]
+    bottlenecks = [each for each in _bottlenecks(times, traits) if each.share >= _MIN_REPORTED_SHARE]
     if bottlenecks:
         return max(bottlenecks, key=lambda each: each.share).text
     if len(times) == 1:
@@ -70,37 +70,37 @@ def advise(times: Sequence[RankTimes], traits: JobTraits) -> str:
 def _bottlenecks(times: Sequence[RankTimes], traits: JobTraits) -> Iterator[Bottleneck]:
     step_ms = mean_over_ranks(times, "step_ms")
     slowest = slowest_of(times)
-    by = 0.0
+    slowest_share = 0.0
     if slowest is not None:
-        by = share(slowest.lag_ms, step_ms)
-        yield Bottleneck(by, _about_slowest(slowest, step_ms))
-    data = share(min(each.data_ms for each in times), step_ms)
+        slowest_share = share(slowest.lag_ms, step_ms)
+        yield Bottleneck(slowest_share, _slowest_rank_advice(slowest, step_ms))
+    data_share = share(min(each.data_ms for each in times), step_ms)
     yield Bottleneck(
-        data,
-        f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for data for {_percent(data)} of a step. Give"
-        " the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
+        data_share,
+        f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for data for {_percent(data_share)} of a step."
+        " Give the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
     )
-    in_turns = share(mean_over_ranks(times, "waiting_ms"), step_ms)
-    if by < in_turns / 2:
+    waiting_share = share(mean_over_ranks(times, "waiting_ms"), step_ms)
+    if slowest_share < waiting_share / 2:
         yield Bottleneck(
-            in_turns,
-            f"Ranks wait for each other in turns, for {_percent(in_turns)} of a step: their batches take different"
+            waiting_share,
+            f"Ranks wait for each other in turns, for {_percent(waiting_share)} of a step: their batches take different"
             " times. Give them batches of similar cost (a sampler that sorts by length), or let them exchange less"
             " often: `Trainer(accumulate_grad_batches=...)`"
             + (", `compression='localsgd'`." if "localsgd" in traits.compressions else "."),
         )
-    transfer = share(mean_over_ranks(times, "transfer_ms"), step_ms)
+    transfer_share = share(mean_over_ranks(times, "transfer_ms"), step_ms)
     yield Bottleneck(
-        transfer,
-        f"The network is the bottleneck: a step waits for transfers for {_percent(transfer)} of its time, with"
-        f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_about_link(times, traits)}",
+        transfer_share,
+        f"The network is the bottleneck: a step waits for transfers for {_percent(transfer_share)} of its time, with"
+        f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_network_advice(times, traits)}",
     )
 
 
-def _about_slowest(slowest: SlowestRank, step_ms: float) -> str:
+def _slowest_rank_advice(slowest: SlowestRank, step_ms: float) -> str:
     rank, waited = slowest.rank, _percent(share(slowest.lag_ms, step_ms))
     names = {"data": "data loading", "forward": "the forward pass", "backward": "the backward pass"}
-    cures = {
+    remedies = {
         "data": f"Give rank {rank}'s DataLoader more workers (`num_workers=...`), or faster storage.",
         "forward": f"Give rank {rank} batches of the same cost as those of the other ranks, or check what else its"
         " device computes.",
@@ -108,15 +108,15 @@ def _about_slowest(slowest: SlowestRank, step_ms: float) -> str:
         "other": f"Check what only rank {rank} does between steps: logging (`log_every_n_steps=...`), checkpoints"
         " (`ModelCheckpoint(every_n_train_steps=...)`), callbacks.",
     }
-    cures["backward"] = cures["forward"]
-    where = names.get(slowest.phase, "work between two steps" if slowest.phase == "other" else "optimizer steps")
+    remedies["backward"] = remedies["forward"]
+    phase_text = names.get(slowest.phase, "work between two steps" if slowest.phase == "other" else "optimizer steps")
     return (
         f"Rank {rank} is the bottleneck: other ranks wait {slowest.lag_ms:.3g} ms per step for it ({waited} of the"
-        f" step). It is slower by {slowest.phase_lag_ms:.3g} ms in {where}. {cures[slowest.phase]}"
+        f" step). It is slower by {slowest.phase_lag_ms:.3g} ms in {phase_text}. {remedies[slowest.phase]}"
     )
 
 
-def _about_link(times: Sequence[RankTimes], traits: JobTraits) -> str:
+def _network_advice(times: Sequence[RankTimes], traits: JobTraits) -> str:
     hidden = share(mean_over_ranks(times, "hidden_ms"), mean_over_ranks(times, "communication_ms"))
     num_bytes = mean_over_ranks(times, "num_bytes")
     if traits.is_stock and traits.num_hosts == 1:
@@ -124,19 +124,19 @@ def _about_link(times: Sequence[RankTimes], traits: JobTraits) -> str:
             "Use `strategy='ddp_ext'`, which exchanges over shared memory on CPUs, and waits less for single"
             " collectives."
         )
-    if num_bytes < _FEW_BYTES:
-        made = " and compression" if traits.is_compressed else ""
+    if num_bytes < _LATENCY_BOUND_NUM_BYTES:
+        compression_text = " and compression" if traits.is_compressed else ""
         return (
-            f"For so few bytes, the step waits for latency{made}, not for bandwidth. Exchange less often"
+            f"For so few bytes, the step waits for latency{compression_text}, not for bandwidth. Exchange less often"
             " (`Trainer(accumulate_grad_batches=...)`), or increase the batch size, which makes the step longer."
         )
     if traits.is_stock and traits.num_hosts > 1:
-        levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and "
-        less = "`strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less."
-        return levels + less if len(times) > traits.num_hosts else less
+        hierarchy_advice = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges between hosts, and "
+        compression_advice = "`strategy='ddp_ext_bf16'`, or another `compression` of `ddp_ext`, exchanges less."
+        return hierarchy_advice + compression_advice if len(times) > traits.num_hosts else compression_advice
     if traits.compressions and traits.num_hosts > 1:
         return f"Use `compression=...` to exchange less: {', '.join(map(repr, traits.compressions))}."
-    if traits.num_buckets == 1 and hidden < _MOSTLY:
+    if traits.num_buckets == 1 and hidden < _MIN_HIDDEN_SHARE:
         return (
             "Use a smaller `bucket_cap_mb=...`, so that the exchange begins while the backward pass still"
             " computes; 'auto' finds a size."

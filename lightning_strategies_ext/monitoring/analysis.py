@@ -105,13 +105,16 @@ def waiting_times(windows: Sequence[Window]) -> dict[int, list[float]]:
     """Returns each rank's waiting time for other ranks in each of its exchanges, in nanoseconds; NaN if unknown."""
     in_common = _in_common(windows)
     offsets = _offsets(windows, in_common)
-    ready = [[at - offsets[window.rank] for _, at, _ in own] for window, own in zip(windows, in_common, strict=True)]
-    latest = [max(of_ranks) for of_ranks in zip(*ready, strict=True)]
+    ready = [
+        [ready_ns - offsets[window.rank] for _, ready_ns, _ in own]
+        for window, own in zip(windows, in_common, strict=True)
+    ]
+    latest = [max(rank_times) for rank_times in zip(*ready, strict=True)]
     found = {}
     for window, own, own_ready in zip(windows, in_common, ready, strict=True):
         found[window.rank] = waited = [nan] * len(window.exchanges)
-        for (place, at, end), is_ready, last in zip(own, own_ready, latest, strict=True):
-            waited[place] = min(last - is_ready, max(end - at, 0))
+        for (index, ready_ns, end_ns), aligned_ns, latest_ns in zip(own, own_ready, latest, strict=True):
+            waited[index] = min(latest_ns - aligned_ns, max(end_ns - ready_ns, 0))
     return found
 
 
@@ -168,18 +171,18 @@ class _Sums:
     """Sums over observed batches, in nanoseconds."""
 
     def __init__(self, batches: list[tuple[int, ...]]) -> None:
-        self.data = self.forward = self.backward = self.rest = 0
+        self.data = self.forward = self.backward = self.optimizer = 0
         others = []
         for _, previous_end, fetch, begin, backward_begin, _, end, backward in batches:
             forward = (backward_begin or end) - begin
             self.data += begin - fetch
             self.forward += forward
             self.backward += backward
-            self.rest += end - begin - forward - backward
+            self.optimizer += end - begin - forward - backward
             if previous_end:
                 others.append(fetch - previous_end)
         self.other = sum(others) * len(batches) / len(others) if others else 0.0
-        self.step = self.data + self.forward + self.backward + self.rest + self.other
+        self.step = self.data + self.forward + self.backward + self.optimizer + self.other
 
 
 class _ExchangeMeans:
@@ -220,7 +223,7 @@ def _times_of(window: Window, waiting: list[float]) -> RankTimes:
         data_ms=sums.data / to_ms,
         forward_ms=sums.forward / to_ms,
         backward_ms=max(0.0, sums.backward / to_ms - in_backward_ms),
-        optimizer_ms=max(0.0, sums.rest / to_ms - (exposed_ms - in_backward_ms)),
+        optimizer_ms=max(0.0, sums.optimizer / to_ms - (exposed_ms - in_backward_ms)),
         other_ms=sums.other / to_ms,
         communication_ms=exchanged.hidden / 1e6 + exposed_ms,
         hidden_ms=exchanged.hidden / 1e6,
@@ -243,7 +246,7 @@ def _in_common(windows: Sequence[Window]) -> list[list[tuple[int, int, int]]]:
     """Returns the exchanges that all ranks have recorded, by rank in the same order: index, ``ready`` and ``end``."""
     exchanges: list[list[tuple[int, ...]]] = [window.exchanges.tolist() for window in windows]
     keys = [[(step, kind) for step, _, _, _, kind in own] for own in exchanges]
-    found = [[(place, ready, end) for place, (_, _, ready, end, _) in enumerate(own)] for own in exchanges]
+    found = [[(index, ready, end) for index, (_, _, ready, end, _) in enumerate(own)] for own in exchanges]
     if all(own == keys[0] for own in keys):
         return found
     by_key = [dict(zip(*own, strict=True)) for own in zip(keys, found, strict=True)]

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 #: Time for which a rank polls for rank 0's token, in seconds.
 _TOKEN_S = 30.0
 #: Polling interval of rank 0 at the end; a fifth of that of ranks that poll for the token. In seconds.
-_LOOK_S = 0.01
+_POLL_S = 0.01
 #: Maximum number of incomplete windows that rank 0 stores.
-_MAX_WAITING = 4
+_MAX_INCOMPLETE = 4
 
 
 class Mailbox:
@@ -78,7 +78,7 @@ class Mailbox:
                 self._send(store, window)
             while store is not None and self._pending and not self._is_over:
                 self._poll(store)
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except Exception as error:  # the store is closed, for example because rank 0 has exited
             log.debug("The monitor of rank %d has lost the other ranks: %s", self._rank, error)
 
@@ -99,7 +99,7 @@ class Mailbox:
             while not self._shared.check(["token"]):
                 if self._is_over or time.monotonic() > give_up_at:
                     return None
-                time.sleep(5 * _LOOK_S)
+                time.sleep(5 * _POLL_S)
             token = self._shared.get("token").decode()
         return dist.PrefixStore(f"lightning_strategies_ext/monitor/{token}", clone_store(self._shared))
 
@@ -111,20 +111,20 @@ class Mailbox:
             return
         self._pending[window.number] = {0: window}
         self._poll(store)
-        while len(self._pending) > _MAX_WAITING:
+        while len(self._pending) > _MAX_INCOMPLETE:
             del self._pending[min(self._pending)]
 
     def _poll(self, store: dist.Store) -> None:
         for number in sorted(self._pending):
-            here = self._pending[number]
+            windows = self._pending[number]
             for rank in range(self._world_size):
                 key = _key(number, rank)
-                if rank not in here and store.check([key]):
-                    here[rank] = Window.load(store.get(key))
+                if rank not in windows and store.check([key]):
+                    windows[rank] = Window.load(store.get(key))
                     with suppress(RuntimeError):  # not every store supports it
                         store.delete_key(key)
-            if len(here) == self._world_size:
-                self._complete.append([here[rank] for rank in range(self._world_size)])
+            if len(windows) == self._world_size:
+                self._complete.append([windows[rank] for rank in range(self._world_size)])
                 del self._pending[number]
 
 

@@ -36,8 +36,8 @@ def plot_timeline(spans: Sequence[Span], path: Path) -> None:
     FigureCanvasAgg(figure)  # not pyplot, whose backend the user may have chosen
     axes: Any = figure.subplots()
     end_ms = max((span.begin_ms + span.duration_ms for span in spans), default=1.0)
-    for place, rank in enumerate(ranks):
-        for row, top in ((TRAINING, place - 0.4), (EXCHANGE, place + 0.1)):
+    for position, rank in enumerate(ranks):
+        for row, top in ((TRAINING, position - 0.4), (EXCHANGE, position + 0.1)):
             own = [span for span in spans if span.rank == rank and span.row == row]
             axes.broken_barh(
                 [(span.begin_ms, max(span.duration_ms, end_ms * _MIN_WIDTH)) for span in own],

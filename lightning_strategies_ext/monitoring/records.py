@@ -77,5 +77,5 @@ class Window:
             return replace(self, exchanges=self.exchanges[:0])
         gaps = np.flatnonzero(np.diff(steps) > 1)
         first = steps[gaps[-1] + 1] if len(gaps) else steps[0]
-        is_kept = (self.exchanges["step"] >= first) & (self.exchanges["step"] <= steps[-1])
-        return replace(self, batches=self.batches[self.batches["step"] >= first], exchanges=self.exchanges[is_kept])
+        is_selected = (self.exchanges["step"] >= first) & (self.exchanges["step"] <= steps[-1])
+        return replace(self, batches=self.batches[self.batches["step"] >= first], exchanges=self.exchanges[is_selected])

@@ -206,7 +206,7 @@ class StepRecorder:
         if not self._number:  # the first steps, and those that are excluded from means
             first, last = 0, min(last + NUM_WARMUP_STEPS, every_n_steps)
         self._set_recording(first <= step < last)
-        changes = [place for place in (first, last, begin + every_n_steps) if place > step]
+        changes = [boundary for boundary in (first, last, begin + every_n_steps) if boundary > step]
         self._next = self._before + min(changes)
 
     def _set_recording(self, is_on: bool) -> None:

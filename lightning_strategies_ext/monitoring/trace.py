@@ -51,13 +51,13 @@ def spans_of(windows: Sequence[Window]) -> list[Span]:
     Args:
         windows: Records of all ranks of one window.
     """
-    kept = [window.observed(_MAX_STEPS) for window in windows]
-    offsets, waiting = clock_offsets(kept), waiting_times(kept)
-    begin = min((int(own.batches["fetch"][0]) - offsets[own.rank] for own in kept if len(own.batches)), default=0)
+    observed = [window.observed(_MAX_STEPS) for window in windows]
+    offsets, waiting = clock_offsets(observed), waiting_times(observed)
+    begin = min((int(own.batches["fetch"][0]) - offsets[own.rank] for own in observed if len(own.batches)), default=0)
     spans: list[Span] = []
-    for window in kept:
+    for window in observed:
         origin = begin + offsets[window.rank]
-        spans += [*_of_batches(window, origin), *_of_exchanges(window, waiting[window.rank], origin)]
+        spans += [*_batch_spans(window, origin), *_exchange_spans(window, waiting[window.rank], origin)]
     return [span for span in spans if span.duration_ms > 0]
 
 
@@ -70,7 +70,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
         for index, row in enumerate(_ROWS):
             events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": row}})
     for span in spans:
-        more = {"waiting_ms": span.waiting_ms, "hidden_ms": span.hidden_ms}
+        args = {"waiting_ms": span.waiting_ms, "hidden_ms": span.hidden_ms}
         events.append(
             {
                 "ph": "X",
@@ -79,7 +79,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
                 "name": span.name,
                 "ts": round(1e3 * span.begin_ms, 3),
                 "dur": round(1e3 * span.duration_ms, 3),
-                "args": {"step": span.step, **{name: value for name, value in more.items() if value is not None}},
+                "args": {"step": span.step, **{name: value for name, value in args.items() if value is not None}},
             }
         )
     with replacing(path) as file:
@@ -95,7 +95,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     os.replace(temporary, path)
 
 
-def _of_batches(window: Window, origin: int) -> Iterator[Span]:
+def _batch_spans(window: Window, origin: int) -> Iterator[Span]:
     exchanges = {int(each["step"]): each for each in window.exchanges if each["kind"] != MODEL_EXCHANGE}
     for batch in window.batches:
         step, fetch, begin, end = (int(batch[name]) for name in ("step", "fetch", "begin", "end"))
@@ -112,11 +112,11 @@ def _of_batches(window: Window, origin: int) -> Iterator[Span]:
             yield Span(window.rank, TRAINING, name, (start - origin) / 1e6, (stop - start) / 1e6, step)
 
 
-def _of_exchanges(window: Window, waiting: Sequence[float], origin: int) -> Iterator[Span]:
+def _exchange_spans(window: Window, waiting: Sequence[float], origin: int) -> Iterator[Span]:
     for exchange, waited in zip(window.exchanges, waiting, strict=True):
         begin, ready, end = (int(exchange[name]) for name in ("begin", "ready", "end"))
         name = "models" if exchange["kind"] == MODEL_EXCHANGE else "gradients"
         waiting_ms = None if isnan(waited) else waited / 1e6
         hidden_ms = max(0, min(ready, end) - begin) / 1e6
-        at = (begin - origin) / 1e6, (end - begin) / 1e6, int(exchange["step"])
-        yield Span(window.rank, EXCHANGE, name, *at, waiting_ms, hidden_ms)
+        times_and_step = (begin - origin) / 1e6, (end - begin) / 1e6, int(exchange["step"])
+        yield Span(window.rank, EXCHANGE, name, *times_and_step, waiting_ms, hidden_ms)

@@ -27,7 +27,7 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyn
 from lightning_strategies_ext.torch_distributed.wrapping import check_ddp_kwargs, check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
-_OURS = __name__.partition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 _HOOKS_THAT_MAY_UNFREEZE = ("configure_model", "setup", "configure_callbacks")
 
 
@@ -146,21 +146,21 @@ def check_batch_norm(module: Module, device: torch.device, layer_sync: Any) -> N
         )
 
 
-def check_layer_sync(layer_sync: Any, how: str, where: str) -> None:
+def check_layer_sync(layer_sync: Any, behavior: str, condition: str) -> None:
     """Rejects a plugin that synchronizes layers otherwise than the strategy supports.
 
     Args:
         layer_sync: LayerSync plugin of the strategy, or None.
-        how: How the plugin synchronizes layers, and why that fails.
-        where: Where ``Trainer(sync_batchnorm=True)`` works, for the message.
+        behavior: How the plugin synchronizes layers, and why that fails.
+        condition: Where ``Trainer(sync_batchnorm=True)`` works, for the message.
 
     Raises:
         ValueError: If the plugin is not torch's.
     """
     if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
         raise ValueError(
-            f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers {how}. For batch normalization, use"
-            f" `Trainer(sync_batchnorm=True)`{where}."
+            f"`plugins=[{type(layer_sync).__name__}(...)]` synchronizes layers {behavior}. For batch normalization, use"
+            f" `Trainer(sync_batchnorm=True)`{condition}."
         )
 
 
@@ -186,7 +186,7 @@ def may_unfreeze(module: "pl.LightningModule", trainer: "pl.Trainer") -> bool:
     return any(
         is_overridden("setup", callback, Callback)
         for callback in _callbacks_of(trainer)
-        if type(callback).__module__.partition(".")[0] not in (pl.__name__.partition(".")[0], _OURS)
+        if type(callback).__module__.partition(".")[0] not in (pl.__name__.partition(".")[0], _PACKAGE)
     )
 
 

@@ -53,7 +53,7 @@ def _compare(collectives: Collectives, what: str) -> None:
     for other, received in enumerate(messages):
         ranks.setdefault(received[:_PART_NUM_BYTES], []).append(other)
     if len(ranks) > 1:
-        texts = [_text_of(those, messages[those[0]]) for those in ranks.values()]
+        texts = [_text_of(group, messages[group[0]]) for group in ranks.values()]
         raise RankDisagreementError(
             f"The ranks do not call the same collectives: {'; '.join(texts)}. Call the same collectives in the same"
             " order on all ranks."

@@ -288,7 +288,7 @@ class CommunicationMonitor(Callback):
         self._history.append(times)
         if len(self._history) > _MAX_HISTORY:
             first, *others = self._history
-            self._history = [first, [combined(of_rank) for of_rank in zip(*others, strict=True)]]
+            self._history = [first, [combined(times_of_rank) for times_of_rank in zip(*others, strict=True)]]
         self._recent = windows
         self._shown = f"{exposed_share(times):.0%}"
         if trainer.loggers:
@@ -312,26 +312,26 @@ class CommunicationMonitor(Callback):
 
         return undo
 
-    def _report(self, trainer: "pl.Trainer", draws: bool) -> None:
+    def _report(self, trainer: "pl.Trainer", with_plot: bool) -> None:
         if not self._history:
             return
-        kept = self._history[1:] or self._history  # the first steps are slower than others
-        self.rank_times = [combined(of_rank) for of_rank in zip(*kept, strict=True)]
+        history = self._history[1:] or self._history  # the first steps are slower than others
+        self.rank_times = [combined(times_of_rank) for times_of_rank in zip(*history, strict=True)]
         self.advice = advise(self.rank_times, _job_of(trainer, self._recent))
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._write(trainer, draws)
+            self._write(trainer, with_plot)
         self._recent = []
         written = f" Timeline: {', '.join(map(str, self.files))}." if self.files else ""
         rank_zero_info(f"CommunicationMonitor: {self.advice}{written}")
 
-    def _write(self, trainer: "pl.Trainer", draws: bool) -> None:
+    def _write(self, trainer: "pl.Trainer", with_plot: bool) -> None:
         directory = self._dirpath or Path(trainer.default_root_dir, _KEY)
         directory.mkdir(parents=True, exist_ok=True)
         spans = spans_of(self._recent)
         trace = directory / "trace.json"
         write_trace(spans, trace)
         self.files = [trace]
-        if not draws:
+        if not with_plot:
             return
         from lightning_strategies_ext.monitoring.plot import plot_timeline
 

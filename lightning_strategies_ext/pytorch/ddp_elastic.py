@@ -81,7 +81,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
                 f"`strategy='{self.strategy_name}'` requires Linux, on which commits are stored for restarted"
                 " ranks. Use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
-        job = TorchrunJob.of_this_process()
+        job = TorchrunJob.this_process()
         if job is None:
             raise StrategyUnavailableError(
                 f"`strategy='{self.strategy_name}'`: torchrun did not start this process ({RUN_ID_VARIABLE} is not"
@@ -115,12 +115,12 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         if self._fd_store is None:
             self._fd_store = FdStoreClient(self._job)
         number = next_fit_number()
-        place = self.global_rank, self.world_size, self.local_rank, self.num_processes
-        commit = MemfdCommit(self._fd_store, number, *place)
-        mine = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.steps_done)
-        mine = mine if commit.batches >= 0 else replace(mine, fit_number=0)
+        rank_info = self.global_rank, self.world_size, self.local_rank, self.num_processes
+        commit = MemfdCommit(self._fd_store, number, *rank_info)
+        own_member = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.steps_done)
+        own_member = own_member if commit.batches >= 0 else replace(own_member, fit_number=0)
         self._membership = TorchrunMembership(
-            [self.collectives.broadcast(mine, rank) for rank in range(self.world_size)]
+            [self.collectives.broadcast(own_member, rank) for rank in range(self.world_size)]
         )
         has_begun = any(member.committed_batches >= 0 for member in self._membership.members)
         if not has_begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":

@@ -84,10 +84,12 @@ class DDPRayStrategy(DDPSpawnStrategy):
         environment_variables: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, (default, why) in _REFUSED.items():
+        for name, (default, reason) in _REFUSED.items():
             value = kwargs.pop(name, default)
             if value != default:
-                raise ValueError(f"`{name}={value!r}` cannot be combined with `ddp_ray_ext`: {why}. Omit the argument.")
+                raise ValueError(
+                    f"`{name}={value!r}` cannot be combined with `ddp_ray_ext`: {reason}. Omit the argument."
+                )
         check_resource_arguments(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement_strategy
         )
@@ -211,11 +213,11 @@ def _output_directories(trainer: "pl.Trainer") -> list[str]:
 def _check_shared_storage(probe_files: list[str], rank: int) -> None:
     for file in probe_files:
         if not os.path.exists(file):
-            cure = "add CPUs of the main process's host to the cluster, so that rank 0 runs there"
+            remedy = "add CPUs of the main process's host to the cluster, so that rank 0 runs there"
             if rank:
-                cure = "omit `elastic`, with which any rank may have to write files after others are lost"
+                remedy = "omit `elastic`, with which any rank may have to write files after others are lost"
             raise RuntimeError(
                 f"Rank {rank} on {socket.gethostname()} does not see the main process's directory"
                 f" {os.path.dirname(file)}, so checkpoints and logs would be lost. Set `default_root_dir` (and the"
-                f" directories of callbacks and loggers) to shared storage, such as NFS or 's3://…', or {cure}."
+                f" directories of callbacks and loggers) to shared storage, such as NFS or 's3://…', or {remedy}."
             )

@@ -97,13 +97,13 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 def _rank_info_among(members: Sequence[Member], rank: int, before: WorkerRankInfo) -> WorkerRankInfo:
     """Returns the rank info of a rank of this host in a world; local ranks are numbered in the order of ranks."""
     hosts = list(dict.fromkeys(member.peer.host for member in members))
-    here = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
+    local_ranks = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
     return replace(
         before,
         rank=rank,
         world_size=len(members),
-        local_rank=here.index(rank),
-        local_world_size=len(here),
+        local_rank=local_ranks.index(rank),
+        local_world_size=len(local_ranks),
         node_rank=hosts.index(host_identity()),
         num_nodes=len(hosts),
     )

@@ -221,9 +221,9 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
 
     @property
     def _other_peers(self) -> list[Peer]:
-        mine = host_identity(), os.getpid()
+        own = host_identity(), os.getpid()
         peers = [member.peer for member in self.membership.members]
-        return [peer for peer in peers if (peer.host, peer.pid) != mine]
+        return [peer for peer in peers if (peer.host, peer.pid) != own]
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -302,11 +302,11 @@ def _num_hosts_of(members: Sequence[Member]) -> int:
 
 def _is_peer_loss(error: BaseException) -> bool:
     """Returns whether an exception comes from a collective, or from waiting for another rank's key in the store."""
-    at: BaseException | None = error
-    while at is not None:
-        if is_collective_error(at) or isinstance(at, dist.DistError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_collective_error(cause) or isinstance(cause, dist.DistError):
             return True
-        at = at.__cause__ or at.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

@@ -106,12 +106,12 @@ def _describe(found: dict[int, Values], num_omitted: int, epoch: int) -> str:
     for rank, values in found.items():
         ranks_with.setdefault(values.get((owner, field), "missing"), []).append(rank)
     listed = ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_with.items())
-    more = f" ({num_omitted} more ranks differ from rank 0)" if num_omitted else ""
-    also = f" {len(different) - 1} other fields differ, too." if len(different) > 1 else ""
-    where = f" of {owner}" if owner else ""
+    omitted_text = f" ({num_omitted} more ranks differ from rank 0)" if num_omitted else ""
+    others_text = f" {len(different) - 1} other fields differ, too." if len(different) > 1 else ""
+    owner_text = f" of {owner}" if owner else ""
     return (
-        f"The ranks differ in `{field}`{where} after epoch {epoch}: {listed}{more}.{also} Their weights would differ"
-        " more with each step. Set the value alike on all ranks: it must not depend on the rank, on random numbers, or"
-        " on a value that is logged without `sync_dist=True`. If it differs on purpose, pass"
-        f" `checks=ChecksOptions(excluded_fields=({field!r},))` to the strategy."
+        f"The ranks differ in `{field}`{owner_text} after epoch {epoch}: {listed}{omitted_text}.{others_text}"
+        " Their weights would differ more with each step. Set the value alike on all ranks: it must not depend on"
+        " the rank, on random numbers, or on a value that is logged without `sync_dist=True`. If it differs on"
+        f" purpose, pass `checks=ChecksOptions(excluded_fields=({field!r},))` to the strategy."
     )

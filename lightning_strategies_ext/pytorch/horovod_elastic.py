@@ -124,14 +124,14 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
-        alone = self._stage_context.local_collectives
-        is_alone = self.world_size == 1 or alone is not None
+        local_collectives = self._stage_context.local_collectives
+        is_alone = self.world_size == 1 or local_collectives is not None
         # Each world has its own store, because processes of an elastic job start at different times.
         store = None if is_alone else runtime.make_store()
         self._stage_context = StageContext(
             self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
         )
-        self._stage_context.local_collectives = alone
+        self._stage_context.local_collectives = local_collectives
         self._detect_hangs(trainer, store, CollectiveProgress())
         if store is not None:
             self.membership.detect_host_loss(store)

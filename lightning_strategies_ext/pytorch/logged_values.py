@@ -149,19 +149,19 @@ class LoggedValues:
         exchange: Callable[[Sequence[LoggedMetric], bool], None],
         is_final: bool,
     ) -> None:
-        left = {_key_of(metric): metric for metric in metrics}
-        while left:
-            chosen = [*left.values()]
+        remaining = {_key_of(metric): metric for metric in metrics}
+        while remaining:
+            chosen = [*remaining.values()]
             try:
                 exchange(chosen, is_final)
             except DifferentPartsError as error:
                 common = _keys_of_readers(error)
-                chosen = [metric for key, metric in left.items() if key in common]
+                chosen = [metric for key, metric in remaining.items() if key in common]
                 if not chosen:
                     raise _error_of(error.contributions) from None
                 exchange(chosen, True)
             for metric in chosen:
-                del left[_key_of(metric)]
+                del remaining[_key_of(metric)]
 
     def _reduce_now(self, metrics: Sequence[LoggedMetric], is_final: bool) -> None:
         parts, description = _epoch_parts(metrics), _describe(metrics)
@@ -350,7 +350,7 @@ def _error_of_states(label: str, numbers: list[int]) -> LoggedKeysError:
     )
 
 
-def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[dict[str, str]], what: str) -> str:
+def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[dict[str, str]], subject: str) -> str:
     """Returns what some ranks reduce, as part of a sentence."""
     verb = "reduces" if len(contribution.ranks) == 1 else "reduce"
     ranks = f"{format_ranks(contribution.ranks)} {verb}"
@@ -364,11 +364,11 @@ def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[
         for key, name, reduction, _, _ in listed
     ]
     if not names:
-        return f"{ranks} only the {len(description)}{what} that all ranks reduce"
+        return f"{ranks} only the {len(description)}{subject} that all ranks reduce"
     num_others = len(description) - len(listed)
     others = f" and {num_others} others" if num_others else ""
     _, _, _, hook, location = (own or description)[0]
-    return f"{ranks}{what} [{', '.join(names)}]{others} in {hook}" + (f" ({location})" if location else "")
+    return f"{ranks}{subject} [{', '.join(names)}]{others} in {hook}" + (f" ({location})" if location else "")
 
 
 def _differs_in_reduction(key: str, reductions: Sequence[dict[str, str]]) -> bool:

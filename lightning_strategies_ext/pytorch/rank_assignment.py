@@ -37,14 +37,14 @@ def assign_ranks(
         ValueError: If an argument contradicts what Ray Train has set up.
     """
     assert strategy.cluster_environment is not None
-    given = strategy.parallel_devices or []
+    devices = strategy.parallel_devices or []
     rank_info = ray_train.current_rank_info()
     if rank_info is not None:
         ray_train.check_compatible(
             rank_info,
             type(strategy).__name__,
             starts_ranks=starts_ranks,
-            num_devices=len(given),
+            num_devices=len(devices),
             process_group_backend=backend,
             process_group_options=options,
             timeout=timeout,
@@ -52,10 +52,10 @@ def assign_ranks(
         backend = dist.get_backend()
         use_rank_info(strategy, rank_info, ray_train.current_device())
     else:
-        strategy.parallel_devices = devices_of_ranks(given, strategy.cluster_environment, strategy.num_nodes)
+        strategy.parallel_devices = devices_of_ranks(devices, strategy.cluster_environment, strategy.num_nodes)
         if process_group.has_others() and strategy.num_nodes * strategy.num_processes == 1:
             use_rank_info(strategy, _SINGLE_RANK_INFO, strategy.parallel_devices[0])
-        elif len(strategy.parallel_devices) == len(given):
+        elif len(strategy.parallel_devices) == len(devices):
             return backend
     strategy.set_world_ranks()
     return backend

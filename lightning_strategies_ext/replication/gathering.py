@@ -273,10 +273,10 @@ def have_rows_per_sample(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bo
     """Returns whether entries have a row per sample, as in ``[predictions, loss]``, where the number is ignored."""
     has_rows = False
     for column in zip(*lists, strict=True):
-        answers = [has_row_per_sample(value, size) for value, size in zip(column, sizes, strict=True)]
-        if False in answers:
+        row_flags = [has_row_per_sample(value, size) for value, size in zip(column, sizes, strict=True)]
+        if False in row_flags:
             return False
-        has_rows = has_rows or all(answers)
+        has_rows = has_rows or all(row_flags)
     return has_rows
 
 
@@ -288,11 +288,11 @@ def has_row_per_sample(value: Any, size: int) -> bool | None:
         return None
     if not is_collection(value):
         return False
-    answers = [has_row_per_sample(part, size) for part in parts_of(value)]
-    if False in answers:
+    row_flags = [has_row_per_sample(part, size) for part in parts_of(value)]
+    if False in row_flags:
         # A list may have one entry per sample, even if the entries have no rows.
         return None if isinstance(value, list) and len(value) == size else False
-    return True if True in answers else None
+    return True if True in row_flags else None
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

@@ -255,9 +255,9 @@ class Lockstep:
         self._rounds.append(current)
         try:
             self._resume_others(current, [RunFunction(function) for function in functions[1:]])
-            values = [self._run_here(current, 0, functions[0])]
+            values = [self._run_on_caller(current, 0, functions[0])]
             if self.is_sequential and len(self._rounds) == 1 and not current.has_synchronized:
-                return values + [self._run_here(current, i, functions[i]) for i in range(1, len(functions))]
+                return values + [self._run_on_caller(current, i, functions[i]) for i in range(1, len(functions))]
             events: list[Event] = [Returned(values[0]), *self._collect_events(current)]
             values = [event.value for event in events if isinstance(event, Returned)]
             if len(values) < len(events):
@@ -269,7 +269,7 @@ class Lockstep:
         finally:
             self._rounds.pop()
 
-    def _run_here(self, current: LockstepRound, index: int, function: Callable[[], Any]) -> Any:
+    def _run_on_caller(self, current: LockstepRound, index: int, function: Callable[[], Any]) -> Any:
         current.caller_index = index
         try:
             return function()

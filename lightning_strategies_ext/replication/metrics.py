@@ -335,9 +335,9 @@ def _is_reduced_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> b
     return all(function in functions for function in user_modules.metric_reductions(metric).values())
 
 
-def _number_error(metric: Any, why: str) -> ValueError:
+def _number_error(metric: Any, reason: str) -> ValueError:
     return ValueError(
-        f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {why}: its value"
+        f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {reason}: its value"
         " would differ from that of one device. Give it a tensor with a row per sample, or return the number from the"
         " step and update the metric in `on_train_batch_end` or a similar hook, which receives the whole batch."
         f" {LIBRARY_ADVICE}"

@@ -35,9 +35,9 @@ class Operation(NamedTuple):
     identity: int
 
     def __str__(self) -> str:
-        what = describe_identity(self.identity)
+        identity_text = describe_identity(self.identity)
         call = f"{self.collective}{self.tensors}"
-        return f"exchanges {what} by {call}" if what else f"calls {call}"
+        return f"exchanges {identity_text} by {call}" if identity_text else f"calls {call}"
 
     def differs_from(self, other: "Operation") -> bool:
         """Returns whether two ranks must not pair these operations."""

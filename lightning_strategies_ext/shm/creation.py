@@ -108,7 +108,7 @@ def _share_memory(
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
     try:
-        own_fd, problem = None, _lack_of_space(size * num_bytes, rank)
+        own_fd, problem = None, _space_problem(size * num_bytes, rank)
         if not problem:
             own_fd, problem = _try_to_create(num_bytes, rank)
         announced = rendezvous.announce({"problem": problem}, deadline)
@@ -134,11 +134,11 @@ def _exclude_from_dynamo() -> None:
     without it, the import of dynamo must not fail.
     """
 
-    def leave_alone(rules: Any) -> None:
+    def exclude_package(rules: Any) -> None:
         if hasattr(rules, "add"):
             rules.add(__package__)
 
-    wrapt.register_post_import_hook(leave_alone, "torch._dynamo.trace_rules")
+    wrapt.register_post_import_hook(exclude_package, "torch._dynamo.trace_rules")
 
 
 def _native_library(rank: int) -> ctypes.CDLL | None:
@@ -162,7 +162,7 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
         return None, f"rank {rank} cannot reserve {num_bytes} bytes in /dev/shm ({error.strerror})"
 
 
-def _lack_of_space(num_bytes: int, rank: int) -> str:
+def _space_problem(num_bytes: int, rank: int) -> str:
     """Returns an error message if less than half of the free memory would remain; else an empty string.
 
     The remaining memory is for other uses, such as DataLoader workers.

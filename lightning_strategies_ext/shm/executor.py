@@ -65,14 +65,14 @@ class OperationExecutor:
         self._rounds = rounds
         self._queue: deque[ShmWork] = deque()
         self._is_running = threading.Lock()
-        self._todo = threading.Semaphore(0)
+        self._wakeups = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._is_starting_thread = threading.Lock()
         self._broken: str | None = None
         self._is_closed = False
         self._next_yield_at = 0.0
         #: Handle of every synchronous operation that ends at once.
-        self._ended = ShmWork("all_reduce", None, rounds, [], 0.0, self)
+        self._completed_work = ShmWork("all_reduce", None, rounds, [], 0.0, self)
         _open.add(self)
 
     def start(self, work: ShmWork, is_asynchronous: bool) -> None:
@@ -83,7 +83,7 @@ class OperationExecutor:
                 operation raises this error instead.
         """
         self._queue.append(work)
-        self._begin_queue(work, is_asynchronous)
+        self._start_queued(work, is_asynchronous)
 
     def all_reduce(
         self,
@@ -113,37 +113,37 @@ class OperationExecutor:
                 if not self._queue:
                     if native.begin(call):
                         if not is_asynchronous(opts):
-                            return self._ended
-                        return self._keep_handle(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
+                            return self._completed_work
+                        return self._retain_handle(ShmWork("all_reduce", None, native, [tensor], 0.0, self))
                     progress = native.resume(call)
                     work = ShmWork("all_reduce", progress, native, [tensor], deadline_of(opts, timeout), self)
                     # The operation has begun, so it precedes operations that other threads have queued in the meantime.
                     self._queue.appendleft(work)
             except BaseException as caught:  # including Ctrl-C of the user
-                self._break(f"all_reduce: {str(caught) or type(caught).__name__}")
+                self._fail_group(f"all_reduce: {str(caught) or type(caught).__name__}")
                 raise
             finally:
                 self._is_running.release()
         if work is None:
             work = ShmWork("all_reduce", native.run([call]), native, [tensor], deadline_of(opts, timeout), self)
             self._queue.append(work)
-        self._begin_queue(work, is_asynchronous(opts))
+        self._start_queued(work, is_asynchronous(opts))
         return work
 
-    def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
+    def _start_queued(self, work: ShmWork, is_asynchronous: bool) -> None:
         # Operations that a future's callback starts in the group's thread have no other thread that executes them.
         if not is_asynchronous or threading.current_thread() is self._thread:
-            self.complete(self._keep_handle(work) if is_asynchronous else work)
+            self.complete(self._retain_handle(work) if is_asynchronous else work)
             work.raise_if_failed()
             return
-        self._keep_handle(work)
+        self._retain_handle(work)
         while self._queue and self._is_running.acquire(blocking=False):
             if not self._advance_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
                 break
         if self._queue:
-            self._hand_to_thread()
+            self._wake_thread()
 
-    def _keep_handle(self, work: ShmWork) -> ShmWork:
+    def _retain_handle(self, work: ShmWork) -> ShmWork:
         if work.num_bytes <= _SMALL_NUM_BYTES:
             self._small.append(work)
         elif _LOSES_HANDLES:
@@ -157,17 +157,17 @@ class OperationExecutor:
         while not work.is_completed():
             now = time.monotonic()
             if now >= until:
-                self._hand_to_thread()
+                self._wake_thread()
                 return False
             latest = min(work.deadline + _ERROR_MARGIN_S, until)
-            left = math.inf if self._broken is not None else max(latest - now, 0.0)
-            if self._is_running.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            remaining_s = math.inf if self._broken is not None else max(latest - now, 0.0)
+            if self._is_running.acquire(timeout=min(remaining_s, threading.TIMEOUT_MAX)):
                 if work.is_completed():
                     self._is_running.release()
                 else:
                     self._advance_first(until)
             elif work.deadline <= until:  # another thread executes the operation, with a later deadline
-                self._break(f"{work.name}: it did not complete within its timeout")
+                self._fail_group(f"{work.name}: it did not complete within its timeout")
         return True
 
     @property
@@ -188,28 +188,28 @@ class OperationExecutor:
         if self._is_running.acquire(timeout=1.0):
             self._rounds.close()
             self._is_running.release()
-            self._end_queue()
-        self._todo.release()
+            self._drain_queue()
+        self._wakeups.release()
 
     def _advance_first(self, until: float) -> bool:
         """Advances the first operation of the queue. Returns whether it has ended, or the queue is empty.
 
         The caller holds the lock, and this method releases it: callbacks of the future may start other operations.
         """
-        ended: ShmWork | None = None
+        completed: ShmWork | None = None
         try:
-            if self._queue and self._try_to_end(self._queue[0], until):
-                ended = self._queue.popleft()
+            if self._queue and self._try_to_finish(self._queue[0], until):
+                completed = self._queue.popleft()
         except BaseException:  # such as Ctrl-C of the user
-            ended = self._queue.popleft()
+            completed = self._queue.popleft()
             raise
         finally:
             self._is_running.release()
-            if ended is not None:
-                ended.fulfill_future()
-        return ended is not None or not self._queue
+            if completed is not None:
+                completed.fulfill_future()
+        return completed is not None or not self._queue
 
-    def _try_to_end(self, work: ShmWork, until: float) -> bool:
+    def _try_to_finish(self, work: ShmWork, until: float) -> bool:
         error: Exception | None = None
         if self._broken is not None:
             error = DistBackendError(f"{work.name}: this process group has failed before: {self._broken}")
@@ -220,8 +220,8 @@ class OperationExecutor:
                     if not self._advance(work, until):
                         return False
             except BaseException as raised:
-                caught = work.waitable.answer_mismatch(raised) if isinstance(raised, MismatchFoundError) else raised
-                self._break(f"{work.name}: {str(caught) or type(caught).__name__}")
+                caught = work.waitable.reply_to_mismatch(raised) if isinstance(raised, MismatchFoundError) else raised
+                self._fail_group(f"{work.name}: {str(caught) or type(caught).__name__}")
                 kind = type(caught) if isinstance(caught, DistBackendError) else DistBackendError
                 error = kind(f"{self._broken}.")
                 if not isinstance(caught, Exception):
@@ -253,27 +253,27 @@ class OperationExecutor:
             spin_until = 0.0
         return True
 
-    def _break(self, reason: str) -> None:
+    def _fail_group(self, reason: str) -> None:
         if self._broken is None:
             self._broken = reason
             self._rounds.abort(reason)
 
-    def _hand_to_thread(self) -> None:
+    def _wake_thread(self) -> None:
         if self._is_closed:
-            self._end_queue()
+            self._drain_queue()
             return
         with self._is_starting_thread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shm-process-group", daemon=True)
                 self._thread.start()
-        self._todo.release()
+        self._wakeups.release()
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._todo.acquire()
-            self._end_queue()
+            self._wakeups.acquire()
+            self._drain_queue()
 
-    def _end_queue(self) -> None:
+    def _drain_queue(self) -> None:
         while self._queue:
             self._is_running.acquire()
             self._advance_first(until=math.inf)

@@ -89,14 +89,14 @@ class HierarchicalAllReduce:
             self._intra_host.wait(deadline)
             return
         try:
-            self._inter_host.wait(_left_until(deadline))
+            self._inter_host.wait(_remaining_time(deadline))
         except RuntimeError:
             if not self._inter_host.is_completed():
                 raise TimeoutError("no data arrived from other hosts") from None
 
-    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+    def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
         """Returns the error after another rank of this host has found a mismatch, see :meth:`.Comparison.answer`."""
-        return self._intra_host.answer_mismatch(found)
+        return self._intra_host.reply_to_mismatch(found)
 
     def _reduce_intra_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
         if self._native is not None and self._native.supports(piece, reduction.op):
@@ -116,11 +116,11 @@ class HierarchicalAllReduce:
 
     def _start_inter_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
         if is_short(piece.nbytes, self._leaders.size()):
-            self._inter_host = OneShotAllReduce(self._leaders, piece, reduction, _left_until(deadline))
+            self._inter_host = OneShotAllReduce(self._leaders, piece, reduction, _remaining_time(deadline))
             return
         options = dist.AllreduceOptions()
         options.reduceOp = reduction.op
-        options.timeout = _left_until(deadline)
+        options.timeout = _remaining_time(deadline)
         self._inter_host = self._leaders.allreduce([piece], options)
 
     def _finish_inter_host(self) -> Generator[None, None, None]:
@@ -138,5 +138,5 @@ class HierarchicalAllReduce:
             work.combine()
 
 
-def _left_until(deadline: float) -> timedelta:
+def _remaining_time(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -274,7 +274,7 @@ if hasattr(os, "register_at_fork"):  # Windows forks nothing
 def poll_until(poller: "select.poll", deadline: float) -> list[tuple[int, int]]:
     """Returns the events that occur before a deadline, on the monotonic clock in seconds; empty if none occurs."""
     while True:
-        left_s = max(0.0, deadline - time.monotonic())
-        events = poller.poll(min(left_s, _LONGEST_POLL_S) * 1e3)
-        if events or left_s <= _LONGEST_POLL_S:
+        remaining_s = max(0.0, deadline - time.monotonic())
+        events = poller.poll(min(remaining_s, _LONGEST_POLL_S) * 1e3)
+        if events or remaining_s <= _LONGEST_POLL_S:
             return events

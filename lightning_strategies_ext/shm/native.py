@@ -201,7 +201,7 @@ class NativeAllReduce:
         """The operation of this rank."""
         return self._operation(self._rank)
 
-    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+    def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
         """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
         return self._comparison.answer(found, self.current_operation)
 

@@ -20,7 +20,7 @@ from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NativeLibraryError
 
 #: Environment variable; with the value 0, Python code replaces the native library.
-DISABLE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_NATIVE"
+NATIVE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_NATIVE"
 #: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
 
@@ -44,8 +44,8 @@ def library() -> Library:
     Raises:
         NativeLibraryError: If the user has disabled the library, there is no compiler, or the compiler fails.
     """
-    if os.environ.get(DISABLE_VARIABLE, "1") == "0":
-        raise NativeLibraryError(f"{DISABLE_VARIABLE}=0")
+    if os.environ.get(NATIVE_VARIABLE, "1") == "0":
+        raise NativeLibraryError(f"{NATIVE_VARIABLE}=0")
     if IN_WHEEL.exists():
         try:
             return Library(_load(IN_WHEEL), "")

@@ -173,7 +173,7 @@ class _PeerConnections:
                 elif fd in self._accepted:
                     self._authenticate(fd)
                 else:
-                    self._receive_answer(fd)
+                    self._receive_reply(fd)
             if time.monotonic() >= deadline and (missing := [peer for peer in missing if peer not in self.fds]):
                 raise _connection_timeout(map(str, missing))
 
@@ -198,22 +198,22 @@ class _PeerConnections:
             if not is_of_this_user(link):
                 user = user_of(link)
                 link.close()
-                what = f"has ended, and a process of user {user} uses the address of its socket"
-                raise PeerLostError(f"the process group was not created: {peer} {what}", peer)
+                problem = f"has ended, and a process of user {user} uses the address of its socket"
+                raise PeerLostError(f"the process group was not created: {peer} {problem}", peer)
             socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(info["token"]))], [self._own_fd])
         except BlockingIOError:
             link.close()
             return
         except ConnectionError:
             link.close()
-            what = "accepts no connections: it has ended, or has reached its timeout"
-            raise PeerLostError(f"the process group was not created: {peer} {what}", peer) from None
+            problem = "accepts no connections: it has ended, or has reached its timeout"
+            raise PeerLostError(f"the process group was not created: {peer} {problem}", peer) from None
         del self._to_connect[peer]
         self.sockets[peer] = link
         self._connected[link.fileno()] = peer
         self._poller.register(link, select.POLLIN)
 
-    def _receive_answer(self, fd: int) -> None:
+    def _receive_reply(self, fd: int) -> None:
         peer = self._connected.pop(fd)
         self._poller.unregister(fd)
         try:

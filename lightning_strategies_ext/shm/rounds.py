@@ -37,7 +37,7 @@ from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 LOOKAHEAD: Final = 2
 #: Seconds for which a rank polls before it sleeps. Between two polls, it yields its core.
 SPIN_S: Final = 100e-6
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
+_EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Rounds:
         """The operation of this rank."""
         return _described(*self._own)
 
-    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+    def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
         """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
         return self._comparison.answer(found, self.current_operation)
 
@@ -198,7 +198,7 @@ class Rounds:
         views = []
         for local_rank, num_bytes in enumerate(step.num_bytes):
             if not num_bytes or local_rank == self.rank:
-                views.append(_NOTHING)
+                views.append(_EMPTY)
             elif num_bytes > INLINE_NUM_BYTES:
                 views.append(self._slots[local_rank][self._read % NUM_SLOTS][:num_bytes])
             else:

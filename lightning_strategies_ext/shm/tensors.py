@@ -52,22 +52,22 @@ def flat(tensor: Tensor, name: str) -> Tensor:
         return row
 
 
-def check_one_part_per_rank(wholes: Sequence[Tensor], parts: Sequence[Tensor], num_ranks: int, name: str) -> None:
+def check_one_part_per_rank(full_tensors: Sequence[Tensor], parts: Sequence[Tensor], num_ranks: int, name: str) -> None:
     """Checks that tensors have the size of one part per rank.
 
     Args:
-        wholes: Tensors with the parts of all ranks.
-        parts: One part for each of ``wholes``, of the same dtype.
+        full_tensors: Tensors with the parts of all ranks.
+        parts: One part for each of ``full_tensors``, of the same dtype.
         num_ranks: Number of ranks.
-        name: Name of the argument with ``wholes``, for messages.
+        name: Name of the argument with ``full_tensors``, for messages.
 
     Raises:
         ValueError: If a size or dtype does not match.
     """
-    for whole, part in zip(wholes, parts, strict=True):
-        if whole.numel() != part.numel() * num_ranks or whole.dtype != part.dtype:
+    for full, part in zip(full_tensors, parts, strict=True):
+        if full.numel() != part.numel() * num_ranks or full.dtype != part.dtype:
             raise ValueError(
-                f"`{name}` of {whole.numel()} {whole.dtype} elements must have {num_ranks} times the"
+                f"`{name}` of {full.numel()} {full.dtype} elements must have {num_ranks} times the"
                 f" {part.numel()} {part.dtype} elements of the other tensor, one part per rank."
             )
 
@@ -84,9 +84,9 @@ def with_copy_back(
                 _write(tensor.detach(), row.view(tensor.shape))
 
 
-def _write(into: Tensor, values: Tensor) -> None:
+def _write(target: Tensor, values: Tensor) -> None:
     # In an expanded tensor, one element stands for several elements, which have received equal values.
-    for dim, stride in enumerate(into.stride()):
-        if stride == 0 and into.size(dim) > 1:
-            into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    into.copy_(values)
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.size(dim) > 1:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)

@@ -28,7 +28,7 @@ class Waitable(Protocol):
     def wait(self, deadline: float) -> None:
         """Sleeps until data has arrived from other ranks; raises TimeoutError if none arrives by the deadline."""
 
-    def answer_mismatch(self, found: MismatchFoundError) -> DistBackendError:
+    def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
         """Returns the error of the operation after another rank has found a mismatch, see :class:`.Comparison`."""
 
 

@@ -20,7 +20,7 @@ _AVAILABILITY = {
 
 def available_backends() -> list[str]:
     """Returns the backends of this build of torch."""
-    return [name for name, asked in _AVAILABILITY.items() if getattr(dist, asked, bool)()]
+    return [name for name, predicate in _AVAILABILITY.items() if getattr(dist, predicate, bool)()]
 
 
 def check_arguments(backend: str | None, options: Any, timeout: timedelta | None) -> None:

@@ -53,26 +53,26 @@ class BucketSearch:
         self.caps = caps_for(num_bytes)
         self._device = device
         self._seconds: dict[float | None, list[float]] = {cap: [] for cap in self.caps}
-        self._turns_left = list(self.caps) * NUM_REPEATS if len(self.caps) > 1 else []
+        self._remaining_caps = list(self.caps) * NUM_REPEATS if len(self.caps) > 1 else []
         self._num_steps = 0
         self._begin: float | None = None
-        self._of_step = 0.0
+        self._step_s = 0.0
         self._has_exchanged = False
 
     @property
     def cap(self) -> float | None:
         """Size of the current turn, in mebibytes; None for DDP's own size, and when the search is over."""
-        return self._turns_left[0] if self._turns_left else None
+        return self._remaining_caps[0] if self._remaining_caps else None
 
     @property
     def is_over(self) -> bool:
         """Whether each size has had its turns."""
-        return not self._turns_left
+        return not self._remaining_caps
 
     @property
-    def num_steps_left(self) -> int:
+    def num_remaining_steps(self) -> int:
         """Number of steps with an exchange that the search still needs."""
-        return len(self._turns_left) * (NUM_WARMUP + NUM_MEASURED) - self._num_steps
+        return len(self._remaining_caps) * (NUM_WARMUP + NUM_MEASURED) - self._num_steps
 
     def begin_pass(self) -> None:
         """Starts to measure a backward pass. Called before the pass."""
@@ -85,7 +85,7 @@ class BucketSearch:
             has_exchanged: Whether gradients were exchanged in the pass.
         """
         if has_exchanged and self._begin is not None:
-            self._of_step += self._now() - self._begin
+            self._step_s += self._now() - self._begin
             self._has_exchanged = True
         self._begin = None
 
@@ -98,13 +98,13 @@ class BucketSearch:
         if not self._has_exchanged:
             return False
         if self._is_measuring:
-            self._seconds[self.cap].append(self._of_step)
-        self._of_step, self._has_exchanged = 0.0, False
+            self._seconds[self.cap].append(self._step_s)
+        self._step_s, self._has_exchanged = 0.0, False
         self._num_steps += 1
         if self._num_steps < NUM_WARMUP + NUM_MEASURED:
             return False
         self._num_steps = 0
-        del self._turns_left[0]
+        del self._remaining_caps[0]
         return True
 
     def choose(self, mean_over_ranks: Callable[[Tensor], Tensor]) -> "BucketChoice":
@@ -159,8 +159,8 @@ def caps_for(num_bytes: int) -> Sequence[float | None]:
         num_bytes: Bytes of all gradients that are exchanged.
     """
     smaller = [size for size in SIZES_MB if size * 2**20 < num_bytes]
-    whole = [size for size in SIZES_MB if size * 2**20 >= num_bytes][:1]
-    return [None, *smaller, *whole] if smaller else [None]
+    single_bucket = [size for size in SIZES_MB if size * 2**20 >= num_bytes][:1]
+    return [None, *smaller, *single_bucket] if smaller else [None]
 
 
 def format_cap(cap: float | None) -> str:
@@ -262,8 +262,8 @@ class BucketTuning(Feature):
     def close(self) -> None:
         """Ends an unfinished search."""
         if self._search is not None:
-            left = self._search.num_steps_left
-            rank_zero_info(f"{_REQUEST}: no size was chosen, because the search requires {left} more steps.")
+            num_steps = self._search.num_remaining_steps
+            rank_zero_info(f"{_REQUEST}: no size was chosen, because the search requires {num_steps} more steps.")
         self._model = self._search = None
 
     def _use(self, cap: float | None) -> None:

@@ -87,9 +87,9 @@ class _Pack:
     gradients: list[Tensor]
 
     @classmethod
-    def of(cls, parameters: list[Tensor], keeps_memory: bool) -> "_Pack":
+    def create(cls, parameters: list[Tensor], reuses_memory: bool) -> "_Pack":
         tensor, gradients = _new_pack(parameters)
-        return cls(parameters, tensor, gradients) if keeps_memory else cls(parameters, None, [])
+        return cls(parameters, tensor, gradients) if reuses_memory else cls(parameters, None, [])
 
     def filled(self) -> tuple[Tensor, list[Tensor]]:
         """Returns a tensor with the gradients of this pass, and its view for each gradient."""
@@ -110,29 +110,29 @@ class DirectExchange:
         group: Process group of the ranks.
 
     Attributes:
-        takes_times: Whether the times of exchanges are recorded.
+        records_times: Whether the times of exchanges are recorded.
         times: Times at which the last recorded exchange began, at which only the exchange was left, and at which it
             ended, as ``time.time_ns()`` counts; None if none was recorded.
     """
 
     def __init__(self, model: DistributedDataParallel, group: ShmProcessGroup) -> None:
-        self.takes_times = False
+        self.records_times = False
         self.times: tuple[int, int, int] | None = None
         self._group = group
         named = trained_parameters(model)
         self._names, self._parameters = [*named], [*named.values()]
         self._options = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=False)
-        self._options_of_large = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=True)
-        keeps_memory = bool(model.gradient_as_bucket_view)
+        self._large_options = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=True)
+        reuses_memory = bool(model.gradient_as_bucket_view)
         self._is_large = [parameter.nbytes >= LARGE_NUM_BYTES for parameter in self._parameters]
         # The order until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
         self._large = [index for index in reversed(range(len(self._parameters))) if self._is_large[index]]
         self._is_order_known = len(self._large) < 2
-        self._copies = self._share_copies() if self._large and keeps_memory else {}
+        self._copies = self._share_copies() if self._large and reuses_memory else {}
         self._order: list[int] = []
         self._begin_ns = self._ready_ns = self._blocked_ns = 0
         small = [each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES]
-        self._packs = [_Pack.of(parameters, keeps_memory) for parameters in _packed(small)]
+        self._packs = [_Pack.create(parameters, reuses_memory) for parameters in _packed(small)]
         self._reset()
         # The reducer owns these nodes, so the hooks exist as long as the reducer.
         self._handles = [
@@ -146,7 +146,7 @@ class DirectExchange:
         Raises:
             RuntimeError: If a gradient is missing; then the computed gradients are not averaged.
         """
-        if not 0 < self._num_left < len(self._parameters):
+        if not 0 < self._num_remaining < len(self._parameters):
             return
         missing = [name for name, is_ready in zip(self._names, self._are_ready, strict=True) if not is_ready]
         raise RuntimeError(
@@ -183,13 +183,13 @@ class DirectExchange:
                 " parameter (use `use_reentrant=False`), or if the module's forward was called again within the pass."
             )
         self._are_ready[index] = True
-        self._num_left -= 1
+        self._num_remaining -= 1
         if self._is_large[index]:
             if not self._is_order_known:
                 self._order.append(index)
             self._exchange_large()
-        if self._num_left == 0:
-            if self.takes_times:
+        if self._num_remaining == 0:
+            if self.records_times:
                 self._ready_ns = time.time_ns()
             # As late as in the reducer: a parameter's gradient may still be accumulated a second time.
             Variable._execution_engine.queue_callback(self._finish)
@@ -200,11 +200,11 @@ class DirectExchange:
         before = current.identity
         try:
             while self._num_started < len(large) and are_ready[large[self._num_started]]:
-                begin_ns = time.time_ns() if self.takes_times else 0
+                begin_ns = time.time_ns() if self.records_times else 0
                 current.identity = (before or GRADIENTS) + (self._num_started + 1) * BUCKET
                 self._start(large[self._num_started])
                 self._num_started += 1
-                if self.takes_times:
+                if self.records_times:
                     self._begin_ns = self._begin_ns or begin_ns
                     self._blocked_ns += time.time_ns() - begin_ns
         finally:
@@ -217,7 +217,7 @@ class DirectExchange:
         gradient = gradient_of(parameter)
         # With `create_graph`, the gradient is part of a graph.
         if copies is not None and is_plain(gradient) and gradient.is_contiguous() and not gradient.requires_grad:
-            work = self._group.all_reduce_into(copies, gradient, self._options_of_large)
+            work = self._group.all_reduce_into(copies, gradient, self._large_options)
             started = _Started(work, parameter, copies.own.detach())
             if work.is_completed():
                 started.end()  # frees the memory in which the next gradient is computed
@@ -225,7 +225,7 @@ class DirectExchange:
         else:
             gradient = unshare_gradient(parameter, NUM_HOLDERS_IN_HOOK_OF_NODE)
             result = gradient if gradient.is_contiguous() else gradient.contiguous()
-            work = self._group.allreduce([result], self._options_of_large)
+            work = self._group.allreduce([result], self._large_options)
             started = _Started(work, parameter, result, copied_to=gradient)
         self._started.append(started)
 
@@ -235,7 +235,7 @@ class DirectExchange:
                 self._exchange_rest()
         else:
             self._exchange_rest()
-        if self.takes_times:
+        if self.records_times:
             ready = self._ready_ns - self._blocked_ns
             self.times = self._begin_ns or ready, ready, time.time_ns()
         if not self._is_order_known:
@@ -263,7 +263,7 @@ class DirectExchange:
     def _reset(self) -> None:
         self._is_expecting = False
         self._are_ready = [False] * len(self._parameters)
-        self._num_left = len(self._parameters)
+        self._num_remaining = len(self._parameters)
         self._num_started = 0
         self._started: list[_Started] = []
         self._begin_ns = self._ready_ns = self._blocked_ns = 0
@@ -295,15 +295,15 @@ class DirectExchange:
 
 def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Divides parameters with small gradients into groups that are exchanged together."""
-    together: list[list[Tensor]] = []
+    groups: list[list[Tensor]] = []
     num_bytes = 0
     for parameter in sorted(parameters, key=lambda each: str(each.dtype)):
         num_bytes += parameter.nbytes
-        if not together or num_bytes > _PACK_NUM_BYTES or together[-1][0].dtype != parameter.dtype:
-            together.append([])
+        if not groups or num_bytes > _PACK_NUM_BYTES or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
             num_bytes = parameter.nbytes
-        together[-1].append(parameter)
-    return together
+        groups[-1].append(parameter)
+    return groups
 
 
 def _new_pack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -347,6 +347,6 @@ def gradient_bytes(model: DistributedDataParallel) -> int:
     return sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
+def _listed(names: Sequence[str], max_listed: int = 8) -> str:
+    suffix = f" and {len(names) - max_listed} more" if len(names) > max_listed else ""
+    return ", ".join(map(repr, names[:max_listed])) + suffix

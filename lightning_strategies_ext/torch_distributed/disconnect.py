@@ -39,25 +39,27 @@ def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:
     if not process_group.uses_gloo():
         return
     close_all()
-    here = host_identity()
-    theirs: set[tuple[str, int]] = set()
+    host = host_identity()
+    peer_addresses: set[tuple[str, int]] = set()
     hosts: set[str] = set()
     for peer in peers:
-        if peer.host == here:
+        if peer.host == host:
             with suppress(psutil.Error, OSError):
-                theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
+                peer_addresses.update(
+                    connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp")
+                )
         elif match_hosts:
             hosts.update(peer.addresses)
     # If the ranks share a store on a Unix socket, this port may belong to another connection.
     store_port = int(os.environ.get("MASTER_PORT", "0")) if rank_variables.store_name() is None else 0
 
-    def is_meant(connection: Any) -> bool:
+    def is_to_peer(connection: Any) -> bool:
         if not connection.raddr or store_port in (connection.laddr.port, connection.raddr.port):
             return False
         is_known = (connection.laddr, connection.raddr) in process_group.group_connections
-        return is_known or connection.raddr in theirs or connection.raddr.ip.removeprefix("::ffff:") in hosts
+        return is_known or connection.raddr in peer_addresses or connection.raddr.ip.removeprefix("::ffff:") in hosts
 
-    shut_down_connections(is_meant)
+    shut_down_connections(is_to_peer)
 
 
 def can_abort() -> bool:

@@ -23,7 +23,7 @@ from lightning_strategies_ext.shm import blocking_times
 from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange, gradient_bytes
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
-_NEVER = 1 << 30
+_SAMPLING_OFF = 1 << 30
 
 
 class DDPExchangeTimer:
@@ -58,10 +58,10 @@ class DDPExchangeTimer:
     def set_recording(self, is_on: bool) -> None:
         """Starts or stops recording times, from the next step on."""
         # A private name of torch since 1.8, as is its logger (read in torch 2.5 to 2.13).
-        self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
+        self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _SAMPLING_OFF)
         blocking_times.set_recording(is_on)
         if self._direct is not None:
-            self._direct.takes_times = is_on
+            self._direct.records_times = is_on
 
     def on_ddp_rebuilt(self, is_on: bool) -> None:
         """Continues after DDP was initialized again, with or without recording times."""
@@ -94,8 +94,8 @@ class DDPExchangeTimer:
         if duration <= 0:
             return None
         computed = begin + numbers.get("backward_compute_comm_overlap_time", 0)
-        here = threading.get_ident()
-        held_up = sum(
-            max(0, min(call.end_ns, computed) - max(call.begin_ns, begin)) for call in calls if call.thread == here
+        thread_id = threading.get_ident()
+        blocked_ns = sum(
+            max(0, min(call.end_ns, computed) - max(call.begin_ns, begin)) for call in calls if call.thread == thread_id
         )
-        return begin, computed - held_up, begin + duration
+        return begin, computed - blocked_ns, begin + duration

@@ -98,20 +98,20 @@ class DDPGradientExchange:
 
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, add nothing to this rank's contribution."""
-        kept: dict[Tensor, Tensor | None] = {}
+        saved: dict[Tensor, Tensor | None] = {}
         # Exchanged gradients are on the contributors too, whose contribution suffices.
         if self.is_held_back or self._has_own:
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-            kept = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in parameters}
-        self._contribution.saved_gradients = kept
+            saved = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in parameters}
+        self._contribution.saved_gradients = saved
 
     def finish(self) -> None:
         """Ends the exchange of a backward pass. Called after the pass, in which DDP has waited for all gradients."""
-        kept, self._contribution.saved_gradients = self._contribution.saved_gradients, None
-        if self.is_held_back and kept is None:
+        saved, self._contribution.saved_gradients = self._contribution.saved_gradients, None
+        if self.is_held_back and saved is None:
             self._has_own = True
-        elif self.is_held_back and kept is not None:
-            for parameter, gradient in kept.items():
+        elif self.is_held_back and saved is not None:
+            for parameter, gradient in saved.items():
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:  # zeros if there was none: DDP requires gradients of all used parameters
@@ -223,21 +223,21 @@ def check_can_join(model_averaging_argument: str | None, ddp_kwargs: Mapping[str
     Raises:
         ValueError: If models are averaged, or gradients are exchanged among some ranks only.
     """
-    what = None
+    conflict = None
     if model_averaging_argument is not None:
-        what = f"`{model_averaging_argument}` averages the models of all ranks"
+        conflict = f"`{model_averaging_argument}` averages the models of all ranks"
     for name in ("process_group", "device_mesh"):
         if ddp_kwargs.get(name) is not None:
-            what = f"`{name}` exchanges gradients among some ranks"
-    if what is not None:
+            conflict = f"`{name}` exchanges gradients among some ranks"
+    if conflict is not None:
         raise ValueError(
-            f"`uneven_inputs='join'` averages gradients over all ranks that have data, but {what}. Omit one of the"
+            f"`uneven_inputs='join'` averages gradients over all ranks that have data, but {conflict}. Omit one of the"
             " two, or use `uneven_inputs='stop'`."
         )
 
 
-def _overwrite(gradient: Tensor, kept: Tensor | None) -> None:
-    if kept is None:
+def _overwrite(gradient: Tensor, saved: Tensor | None) -> None:
+    if saved is None:
         gradient.zero_()
     else:
-        gradient.copy_(kept)
+        gradient.copy_(saved)

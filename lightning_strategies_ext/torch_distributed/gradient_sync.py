@@ -74,21 +74,21 @@ class GradientSyncOptions:
             ValueError: If the exchange cannot be combined with one of the arguments.
         """
         if self.compression is not None:
-            asked_for = f"`compression={self.compression!r}`"
+            compression_text = f"`compression={self.compression!r}`"
             if self.comm_hook is not None:
                 raise ValueError(
-                    f"{asked_for} and `ddp_comm_hook={self.comm_hook!r}` both exchange the gradients. Omit"
+                    f"{compression_text} and `ddp_comm_hook={self.comm_hook!r}` both exchange the gradients. Omit"
                     " one of the two."
                 )
             for name in ("process_group", "device_mesh"):
                 if ddp_kwargs.get(name) is not None:
                     raise ValueError(
-                        f"{asked_for} exchanges among all ranks, but `{name}` exchanges among some. Omit one of the"
-                        " two."
+                        f"{compression_text} exchanges among all ranks, but `{name}` exchanges among some. Omit one of"
+                        " the two."
                     )
             if isinstance(self.compression, (PowerSGD, TopK)) and ddp_kwargs.get("find_unused_parameters"):
                 raise ValueError(
-                    f"{asked_for} adds what earlier steps left out to the gradients of a step. With"
+                    f"{compression_text} adds what earlier steps left out to the gradients of a step. With"
                     " `find_unused_parameters=True`, DDP drops this for parameters that no rank has used. Omit that"
                     " argument, or use the compression 'bf16' or 'fp16'."
                 )

@@ -42,7 +42,7 @@ group_connections: set[tuple[Any, Any]] = set()
 _at_end: "Finalize[None] | None" = None
 
 # CPU backends of the groups that were left last, see `_destroy`.
-_kept_gloo_backends: deque[list[Any]] = deque(maxlen=2)
+_retained_gloo_backends: deque[list[Any]] = deque(maxlen=2)
 
 # torch's `sys.excepthook` for a group, which prints exceptions with the rank, and the hook before it. torch wraps the
 # hook again for each group, and would print the rank once per group.
@@ -193,16 +193,16 @@ def join(
     """
     forking.make_fork_safe()
     group_connections.clear()
-    _kept_gloo_backends.clear()
+    _retained_gloo_backends.clear()
     excepthook = sys.excepthook
     is_python = isinstance(without_prefixes(store), host_store.HostStore)
-    of_torch = store
+    torch_store = store
     if is_python and backend not in _ACCEPTS_PYTHON_STORE:
-        of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
+        torch_store = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
     with record_connections(group_connections), restrict_gloo(is_one_host=num_hosts == 1):
         dist.init_process_group(
             backend,
-            store=of_torch,
+            store=torch_store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -243,10 +243,10 @@ def set_aside() -> bool:
 def bring_back() -> None:
     """Restores the default group that :func:`set_aside` has unset, and leaves the group of the stage."""
     global _hidden_group
-    of_stage = dist.group.WORLD
+    stage_group = dist.group.WORLD
     dist.group.WORLD, _hidden_group = _hidden_group, None
-    if of_stage is not None:
-        _destroy(of_stage)
+    if stage_group is not None:
+        _destroy(stage_group)
 
 
 @contextmanager
@@ -279,14 +279,14 @@ def stop() -> None:
     if forget is None:
         _destroy(None)
     else:
-        _keep_gloo(dist.distributed_c10d._world.pg_map)
+        _retain_gloo_backends(dist.distributed_c10d._world.pg_map)
         dist.distributed_c10d._world.pg_names.clear()
         forget()
 
 
 def _stop_at_exit() -> None:
     stop()
-    _kept_gloo_backends.clear()
+    _retained_gloo_backends.clear()
 
 
 def leave_subgroup(group: Any) -> None:
@@ -311,13 +311,13 @@ def _destroy(group: Any) -> None:
     """
     from torch.distributed.distributed_c10d import _world
 
-    _keep_gloo(_world.pg_map if group is None else [group])
+    _retain_gloo_backends(_world.pg_map if group is None else [group])
     dist.destroy_process_group(group)
 
 
-def _keep_gloo(groups: Iterable[Any]) -> None:
+def _retain_gloo_backends(groups: Iterable[Any]) -> None:
     cpu = torch.device("cpu")
-    _kept_gloo_backends.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
+    _retained_gloo_backends.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
 
 
 def default_store() -> dist.Store:

@@ -102,13 +102,13 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         torch.distributed.DistStoreError: If a rank does not join within the timeout.
     """
     try:
-        whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
+        root_store = host_store.serve(name) if rank == 0 else host_store.connect(name)
     except OSError as error:
         raise dist.DistNetworkError(
             f"Another process is already rank 0 of this job: {error}. {rank_variables.inherited_text()}"
         ) from error
-    whole.set_timeout(timeout)
-    store = dist.PrefixStore(part or "ranks", whole)
+    root_store.set_timeout(timeout)
+    store = dist.PrefixStore(part or "ranks", root_store)
     if part is not None:
         # Another user may have written the name of another job's store, which lacks this key or has another value for
         # it.
@@ -180,16 +180,16 @@ def file_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta
             f"{path}, the store of rank 0, belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o};"
             f" it must belong to user {os.geteuid()} with mode 600."
         )
-    of_descriptor = f"/proc/self/fd/{descriptor}"
-    is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # not if the process is not dumpable
+    descriptor_path = f"/proc/self/fd/{descriptor}"
+    is_reachable = os.access(descriptor_path, os.R_OK | os.W_OK)  # not if the process is not dumpable
     store.set(f"file/{rank}", str(is_reachable))
     if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
         remove()
         atexit.unregister(remove)
     # The descriptor stays open: torch opens it again for each request, and when the store is deleted.
-    made = dist.FileStore(of_descriptor if is_reachable else path)
-    made.set_timeout(timeout)
-    return made
+    opened = dist.FileStore(descriptor_path if is_reachable else path)
+    opened.set_timeout(timeout)
+    return opened
 
 
 def _has_memory() -> bool:
@@ -214,17 +214,17 @@ def _store_for_this_restart(store: dist.Store, rank: int, world_size: int, timeo
         name = uuid4().hex
         store.set(f"{_RESTARTS_PREFIX}/newest", name)
         for other in range(1, world_size):
-            question = store.get(f"{_RESTARTS_PREFIX}/{name}/question {other}").decode()
-            store.set(f"{_RESTARTS_PREFIX}/{name}/answer {other}", question)
+            request = store.get(f"{_RESTARTS_PREFIX}/{name}/question {other}").decode()
+            store.set(f"{_RESTARTS_PREFIX}/{name}/answer {other}", request)
         return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
-    question, deadline, asked = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
+    request, deadline, requested = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
     while time.monotonic() < deadline:
         name = store.get(f"{_RESTARTS_PREFIX}/newest").decode()
-        if name != asked:
-            store.set(f"{_RESTARTS_PREFIX}/{name}/question {rank}", question)
-            asked = name
-        answer = f"{_RESTARTS_PREFIX}/{name}/answer {rank}"
-        if store.check([answer]) and store.get(answer).decode() == question:
+        if name != requested:
+            store.set(f"{_RESTARTS_PREFIX}/{name}/question {rank}", request)
+            requested = name
+        reply_key = f"{_RESTARTS_PREFIX}/{name}/answer {rank}"
+        if store.check([reply_key]) and store.get(reply_key).decode() == request:
             return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
         time.sleep(_RESTART_POLL_S)
     raise dist.DistStoreError(f"rank 0 did not join within {timeout.total_seconds():g} s.")

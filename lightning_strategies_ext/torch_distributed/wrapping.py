@@ -16,8 +16,8 @@ from lightning_strategies_ext._system.gpu_sync import side_stream
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 #: Arguments of DistributedDataParallel that the strategy decides.
-_DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
-DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
+_SET_BY_STRATEGY = frozenset({"self", "module", "device_ids", "output_device"})
+DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _SET_BY_STRATEGY
 #: Value of ``bucket_cap_mb`` that requests a search.
 AUTO = "auto"
 #: Arguments with which DDP changes the module or its parameters, so that the module can be wrapped only once.
@@ -112,7 +112,7 @@ def rewrap_in_ddp(model: DistributedDataParallel, device: torch.device, **ddp_kw
             )
     # State that torch keeps for any module, such as hooks, and the flag that `no_sync` sets.
     module_attributes = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
-    kept = {name: getattr(model, name) for name in (*module_attributes, "require_backward_grad_sync")}
+    module_state = {name: getattr(model, name) for name in (*module_attributes, "require_backward_grad_sync")}
     without_sync = {"init_sync": False} if "init_sync" in DDP_ARGUMENTS else {}
     buffers = [] if without_sync else [*module.buffers()]
     own = [buffer.detach().clone() for buffer in buffers]
@@ -122,7 +122,7 @@ def rewrap_in_ddp(model: DistributedDataParallel, device: torch.device, **ddp_kw
     arguments = {"gradient_as_bucket_view": True, **ddp_kwargs, **without_sync}
     with _stream_for_ddp(device):
         DistributedDataParallel.__init__(model, module, device_ids=_device_ids(device), **arguments)
-    vars(model).update(kept)
+    vars(model).update(module_state)
     _copy_sparse_gradients(model)
     with torch.no_grad():
         for buffer, before in zip(buffers, own, strict=True):

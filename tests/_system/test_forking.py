@@ -78,5 +78,5 @@ def test_no_child_hangs(threads: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="CPython 3.12 does it by itself")
-def test_else_one_does(threads: Path) -> None:
+def test_a_child_hangs_without_the_lock(threads: Path) -> None:
     assert fork(threads, "unsafe", 3) == "hangs"

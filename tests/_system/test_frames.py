@@ -11,7 +11,7 @@ from lightning_strategies_ext._system.frames import MAX_NUM_BYTES, FrameDecoder,
 
 
 @given(st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=40)), max_size=6), st.integers(1, 30))
-def test_frames_are_those_that_were_encoded_wherever_the_stream_is_cut(
+def test_frames_are_decoded_for_every_split_of_the_stream(
     frames: list[tuple[int, bytes]], piece_num_bytes: int
 ) -> None:
     stream = b"".join(encode_frame(data, kind) for kind, data in frames)

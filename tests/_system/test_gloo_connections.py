@@ -24,7 +24,7 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
 from tests.support.ranks import REPOSITORY, run_command, run_ranks
 
-STRANGER = 65_500
+OTHER_USER = 65_500
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="restricts gloo on Linux only")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, and mount a file")
 
@@ -131,21 +131,21 @@ def accessible_path() -> Iterator[Path]:
 
 @pytest.mark.processes
 @needs_root
-def test_a_rank_whose_place_another_user_has_taken_is_rejected(accessible_path: Path):
+def test_a_process_of_another_user_that_claims_a_rank_is_rejected(accessible_path: Path):
     store = accessible_path / "store"
     store.touch()
     store.chmod(0o666)
     command = [sys.executable, "-c", AS_RANK]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
     with (
-        subprocess.Popen([*command, "1", str(STRANGER), str(store)], **pipes) as stranger,
+        subprocess.Popen([*command, "1", str(OTHER_USER), str(store)], **pipes) as other_process,
         subprocess.Popen([*command, "0", "0", str(store)], **pipes) as rank,
     ):
         assert rank.stdout is not None
         reported = rank.stdout.readline()  # both processes keep their connections until the message has arrived
         rank.communicate()
-        stranger.communicate()
-    assert f"leads to a process of user {STRANGER} instead of user 0" in reported
+        other_process.communicate()
+    assert f"leads to a process of user {OTHER_USER} instead of user 0" in reported
     assert "Restart the job" in reported
 
 

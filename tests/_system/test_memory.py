@@ -83,5 +83,5 @@ def test_a_limit_counts_and_what_is_taken_of_it(limited_group: Path) -> None:
     assert before - after >= 2**30
 
 
-def test_it_is_no_more_than_the_host_has() -> None:
+def test_free_memory_is_at_most_the_memory_of_the_host() -> None:
     assert 0 < free_memory() <= psutil.virtual_memory().total

@@ -6,17 +6,17 @@ import time
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 
-def test_a_callback_is_called_for_room_only_while_that_is_wanted() -> None:
+def test_a_callback_for_writability_runs_only_while_it_is_requested() -> None:
     loop, calls = SelectorLoop(), []
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop.add(ours, lambda: bool(calls.append("called")) or True)
         loop.wait(0.05)
         assert calls == []
-        loop.wait_for_room(ours, is_waiting=True)
+        loop.wait_for_writable(ours, is_waiting=True)
         loop.wait()
         assert calls == ["called"]
-        loop.wait_for_room(ours, is_waiting=False)
+        loop.wait_for_writable(ours, is_waiting=False)
         loop.wait(0.05)
         assert calls == ["called"]
         theirs.send(b"x")
@@ -25,7 +25,7 @@ def test_a_callback_is_called_for_room_only_while_that_is_wanted() -> None:
     loop.close()
 
 
-def test_a_wake_ends_a_wait_and_a_closed_loop_takes_both_again() -> None:
+def test_wake_ends_a_wait_and_a_closed_loop_accepts_close_and_wake() -> None:
     loop = SelectorLoop()
     loop.wake()
     began = time.monotonic()

@@ -47,9 +47,9 @@ def test_each_contender_has_a_color_of_its_own(drawn):
 def test_each_series_has_a_value_for_each_row(drawn):
     for parts in drawn.values():
         for part in parts:
-            places = part.labels if isinstance(part, Panel) else part.x
-            assert places
-            assert {len(spreads) for spreads in part.series.values()} == {len(places)}
+            positions = part.labels if isinstance(part, Panel) else part.x
+            assert positions
+            assert {len(spreads) for spreads in part.series.values()} == {len(positions)}
 
 
 def test_a_file_with_another_name_is_drawn_as_the_given_kind(drawn, tmp_path):

@@ -37,7 +37,7 @@ def test_a_link_is_given_in_the_units_of_networks():
     assert (link.latency_us, link.bandwidth_gbit) == pytest.approx((50, 10))
 
 
-def test_a_ring_passes_on_one_part_of_p_twice_as_often_as_there_are_others():
+def test_a_ring_of_p_ranks_has_2_p_minus_2_steps_of_one_pth_of_the_message():
     assert ring(4, 1000, LINK) == pytest.approx(6 * 1 + 6 * 0.25)
     assert ring(1, 1000, LINK) == 0
 
@@ -47,7 +47,7 @@ def test_a_ring_and_a_tree_of_two_ranks_are_the_same():
     assert halving_doubling(2, 1000, LINK) == pytest.approx(2 + 1)
 
 
-def test_the_bytes_of_a_ring_come_near_twice_those_of_the_message_and_never_more():
+def test_a_ring_sends_less_than_twice_the_bytes_of_the_message():
     times = [ring(num_ranks, 1000, NO_LATENCY) for num_ranks in (2, 4, 64, 4096)]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(2, rel=1e-3)
@@ -65,7 +65,7 @@ def test_a_tree_of_ranks_that_are_no_power_of_two_has_two_more_messages_of_all_b
     assert halving_doubling(6, 1000, LINK) == pytest.approx(4 + 1.5 + 2 + 2)
 
 
-def test_what_is_gathered_grows_with_the_ranks():
+def test_the_bytes_of_all_gather_grow_with_the_number_of_ranks():
     assert all_gather(5, 1000, LINK) == pytest.approx(4 + 4)
 
 
@@ -82,7 +82,7 @@ def test_two_levels_by_hand():
     assert two_levels(Cluster(2, 4, LINK, LINK), 1000) == pytest.approx(2 * (3 + 0.75) + 2 * (1 + 0.125 * 4))
 
 
-def test_the_ranks_of_a_host_share_its_cable():
+def test_the_ranks_of_a_host_share_its_network_link():
     times = [two_levels(Cluster(4, num_ranks, FREE, NO_LATENCY), 1000) for num_ranks in (1, 2, 8)]
     assert times == pytest.approx([1.5] * 3)
 
@@ -94,7 +94,7 @@ def test_a_cluster_has_whole_hosts():
         Cluster.of_ranks(12, 8, LINK, LINK)
 
 
-def test_a_link_is_found_again_from_what_it_takes():
+def test_a_fit_recovers_the_latency_and_the_bandwidth_of_a_link():
     samples = [Sample(2, size, LINK.messages_s(2, size)) for size in (4, 1000, 10**6)]
     found = fit(samples)
     assert (found.latency_s, found.s_per_byte) == pytest.approx((LINK.latency_s, LINK.s_per_byte))
@@ -104,7 +104,7 @@ def test_a_link_has_no_negative_latency():
     assert fit([Sample(2, 1000, 0.5), Sample(2, 10_000, 10.0)]).latency_s == 0
 
 
-def test_a_link_takes_two_sizes():
+def test_a_fit_of_a_link_needs_two_message_sizes():
     with pytest.raises(ValueError, match="two different sizes"):
         fit([Sample(2, 1000, 3.0), Sample(2, 1000, 3.1)])
 
@@ -136,7 +136,7 @@ def test_a_step_by_hand(s_per_byte, overlapped, one_after_the_other):
     assert step(COMPUTATION, cost, rare_s=0.25) == pytest.approx(overlapped + 0.25)
 
 
-def test_gradients_come_at_an_even_pace_and_the_last_at_the_end():
+def test_buckets_are_ready_at_equal_intervals_and_the_last_one_at_the_end():
     computation = Computation.of(3.0, 60e6)
     assert computation.seconds == pytest.approx(3)
     assert computation.backward_s == pytest.approx(2)
@@ -148,7 +148,7 @@ def test_ranks_that_share_cores_take_turns():
     assert [contended(0.1, num_ranks, 2) for num_ranks in (1, 2, 8)] == pytest.approx([0.1, 0.1, 0.4])
 
 
-def test_efficiency_is_what_is_left_of_the_work_of_one():
+def test_efficiency_is_relative_to_the_throughput_of_one_rank():
     assert efficiency(0.1, 0.4) == pytest.approx(0.25)
 
 
@@ -168,7 +168,7 @@ def test_more_ranks_are_never_more_efficient_and_overlap_never_costs(name):
         assert job.step_s(name, number, overlaps=True) <= job.step_s(name, number, overlaps=False) + 1e-12
 
 
-def test_whatever_compresses_is_plain_two_levels_with_fewer_bytes_between_hosts():
+def test_compression_costs_as_two_levels_with_fewer_bytes_between_hosts():
     cluster = Cluster(4, 2, FREE, NO_LATENCY)
     num_bytes = 10**8
     whole, _ = costs_of(TWO_LEVELS, cluster, num_bytes, GIVEN)
@@ -208,7 +208,7 @@ def test_models_are_exchanged_once_in_a_period():
     assert drifting(1000) == 0
 
 
-def test_what_compressing_takes_is_a_part_of_the_step():
+def test_the_time_of_the_compression_is_part_of_the_step():
     without, with_it = training(FREE), training(FREE)
     with_it = Training(**{**vars(with_it), "compressions": Compressions(0.01, seconds={"powersgd": 0.1})})
     assert with_it.step_s("powersgd", 64, overlaps=True) == pytest.approx(
@@ -231,7 +231,7 @@ def test_the_choice_is_what_changes_the_training_least():
     assert names == sorted(names, key=["powersgd", "bf16", "plain"].index)
 
 
-def test_where_nothing_is_efficient_enough_the_choice_is_the_fastest():
+def test_the_choice_is_the_fastest_exchange_if_none_is_efficient_enough():
     job = training(Link.of(30, 0.05))
     name, reached = job.choice(64, enough=0.9)
     assert reached < 0.9

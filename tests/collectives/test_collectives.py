@@ -284,7 +284,7 @@ def decide() -> list[bool]:
 
 
 @pytest.mark.processes
-def test_reduce_boolean_decision_asks_all_or_any():
+def test_reduce_boolean_decision_reduces_with_all_or_any():
     assert run_ranks(decide) == [[True, True, False, False, False, True]] * 2
 
 
@@ -323,7 +323,7 @@ def test_broadcast_module_gives_all_ranks_the_weights_and_buffers_of_the_first()
     assert first["1.num_batches_tracked"].item() == 5
 
 
-def test_without_a_process_group_everything_is_the_identity():
+def test_without_a_process_group_every_collective_is_the_identity():
     collectives = TorchCollectives(lambda: torch.device("cpu"))
     tensor = torch.ones(2)
     assert collectives.reduce(tensor) is tensor

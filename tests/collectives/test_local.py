@@ -10,7 +10,7 @@ VALUES = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16, torch.bool, torch.complex64])
-def test_what_is_gathered_has_a_place_for_each_rank_and_this_ones_value_in_all(dtype):
+def test_all_gather_has_an_entry_per_rank_with_the_value_of_this_rank(dtype):
     tensor = VALUES.to(dtype)
     gathered = ALONE.all_gather(tensor.mT)
     assert (gathered.shape, gathered.dtype) == ((3, 2, 2), dtype)
@@ -19,7 +19,7 @@ def test_what_is_gathered_has_a_place_for_each_rank_and_this_ones_value_in_all(d
     assert ALONE.all_gather(torch.tensor(7)).tolist() == [7, 7, 7]
 
 
-def test_a_started_gather_has_this_ranks_value_in_all_places():
+def test_a_started_gather_has_the_value_of_this_rank_in_all_entries():
     output = torch.empty(6)
     ALONE.start_all_gather(output, torch.tensor([1.0, 2.0]), "values")()
     assert output.tolist() == [1.0, 2.0] * 3
@@ -31,7 +31,7 @@ def test_a_metric_is_of_this_ranks_data():
     assert not only.requires_grad
 
 
-def test_gradients_go_to_this_ranks_place():
+def test_the_gradient_of_all_gather_is_that_of_the_entry_of_this_rank():
     tensor = VALUES.clone().requires_grad_()
     weights = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     (ALONE.all_gather(tensor, sync_grads=True) * weights).sum().backward()
@@ -44,13 +44,13 @@ def test_reductions_are_of_this_rank(reduce_op):
     assert ALONE.reduce("no tensor", reduce_op=reduce_op) == "no tensor"
 
 
-def test_objects_and_decisions_are_its_own():
+def test_objects_and_decisions_are_those_of_this_rank():
     assert ALONE.broadcast({"best": 3}, src=0) == {"best": 3}
     assert [ALONE.reduce_boolean_decision(decision, all=False) for decision in (True, False)] == [True, False]
     assert (ALONE.rank(), ALONE.world_size()) == (1, 3)
 
 
-def test_nothing_waits_and_nothing_changes():
+def test_sums_broadcasts_and_barriers_neither_wait_nor_change_tensors():
     tensor, module = VALUES.clone(), torch.nn.Linear(2, 2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     ALONE.start_sum(tensor, "gradients")()

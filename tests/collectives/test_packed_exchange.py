@@ -225,7 +225,7 @@ def test_nothing_is_received_if_no_rank_has_values() -> None:
     assert on_ranks(2, run) == [(None, ["all_gather"])] * 2
 
 
-def test_a_rank_that_is_alone_keeps_its_values() -> None:
+def test_the_only_rank_keeps_its_values() -> None:
     for collectives in (LocalCollectives(1, 3), *on_ranks(1, lambda collectives: collectives)):
         own = torch.tensor([1.0, 2.0])
         (value,) = PackedExchange("test").start(collectives, "kind", (("sum",), ("sum",), [own]), list)()

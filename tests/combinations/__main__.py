@@ -41,11 +41,11 @@ def main() -> None:
         cells = [cell for cell in cells_of(strategy) if not arguments.only or set(cell) & set(arguments.only)]
         cells = fixed_part(strategy) if arguments.fixed else cells
         path = RESULTS / f"{strategy}.json"
-        kept = json.loads(path.read_text()) if path.exists() else {}
+        recorded = json.loads(path.read_text()) if path.exists() else {}
         if arguments.missing:
-            cells = [cell for cell in cells if name_of(cell) not in kept]
+            cells = [cell for cell in cells if name_of(cell) not in recorded]
         elif arguments.fault is None and not (arguments.only or arguments.fixed):
-            kept.clear()
+            recorded.clear()
         start, counts = time.monotonic(), Counter[str]()
         for first in range(0, len(cells), AT_ONCE):
             part = cells[first : first + AT_ONCE]
@@ -60,8 +60,8 @@ def main() -> None:
                     print(f"{strategy}: {name_of(cell)}: {verdict.status}: {verdict.text}")
             print(f"{strategy}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
             if arguments.fault is None:
-                kept |= {name_of(cell): [verdict.status, verdict.text] for cell, verdict in verdicts.items()}
-                in_order = {name: kept[name] for name in map(name_of, cells_of(strategy)) if name in kept}
+                recorded |= {name_of(cell): [verdict.status, verdict.text] for cell, verdict in verdicts.items()}
+                in_order = {name: recorded[name] for name in map(name_of, cells_of(strategy)) if name in recorded}
                 path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n")
         is_wrong |= counts["wrong"] > 0
     if arguments.report is not None:

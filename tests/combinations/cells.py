@@ -144,12 +144,12 @@ def _rank() -> int:
 def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dict[Cell, list[Any]]:
     """Returns the observations of each rank in each cell, or its :class:`Failure`."""
     found: dict[Cell, list[Any]] = {}
-    left = list(enumerate(cells))
+    remaining = list(enumerate(cells))
     num_ranks = NUM_RANKS if strategy in (*STARTED, *OVER_HOROVOD) else 1
-    while left:
+    while remaining:
         with tempfile.TemporaryDirectory() as directory:
-            arguments = strategy, left, directory, fault
-            timeout_s = 120.0 + 30.0 * len(left)
+            arguments = strategy, remaining, directory, fault
+            timeout_s = 120.0 + 30.0 * len(remaining)
             if strategy in OVER_HOROVOD:
                 output, _ = try_horovod("mpirun", run_all, *arguments, timeout_s=timeout_s)
                 rank_errors = [output] * num_ranks
@@ -157,7 +157,7 @@ def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dic
                 ranks = outcomes_of_ranks(run_all, *arguments, world_size=num_ranks, timeout_s=timeout_s)
                 rank_errors = [str(rank) for rank in ranks]
             done = 0
-            for number, cell in left:
+            for number, cell in remaining:
                 paths = [Path(directory, f"{number}-{rank}") for rank in range(num_ranks)]
                 if not all(path.exists() for path in paths) and done and not any(path.exists() for path in paths):
                     break
@@ -170,5 +170,5 @@ def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dic
                 done += 1
                 if any(isinstance(outcome, Failure) and outcome.ends for outcome in found[cell]) and num_ranks > 1:
                     break
-        left = left[done:]
+        remaining = remaining[done:]
     return found

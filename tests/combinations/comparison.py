@@ -72,9 +72,9 @@ def _differences_of_ranks(cell: Cell, outcomes: list[Any]) -> list[str]:
             for ours, theirs in zip(first["optimizers"], other["optimizers"], strict=True):
                 if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
                     problems.append(f"ranks 0 and {rank} differ in the state of an optimizer")
-        for what in ("lrs", "steps", "metrics"):
-            if first[what] != other[what]:
-                problems.append(f"ranks 0 and {rank} differ in {what}: {first[what]} and {other[what]}")
+        for name in ("lrs", "steps", "metrics"):
+            if first[name] != other[name]:
+                problems.append(f"ranks 0 and {rank} differ in {name}: {first[name]} and {other[name]}")
     return problems
 
 
@@ -89,8 +89,8 @@ def _differences(cell: Cell, outcomes: list[Any], reference: dict[str, Any]) -> 
         problems.append(f"logs {sorted(ours['metrics'])}, one device {sorted(reference['metrics'])}")
         return problems
     if closeness != "exact":
-        way = _distance(reference["weights"], reference["before"])
-        share = _distance(ours["weights"], reference["weights"]) / way
+        update_norm = _distance(reference["weights"], reference["before"])
+        share = _distance(ours["weights"], reference["weights"]) / update_norm
         if not share <= SHARES[closeness]:
             problems.append(f"parameters differ from one device by {share:.3g} of the distance that training covers")
         return problems
@@ -129,9 +129,9 @@ def _distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return torch.cat(parts).norm().item()
 
 
-def _unequal(what: str, ours: dict[Any, Tensor], expected: dict[Any, Tensor]) -> list[str]:
+def _unequal(prefix: str, ours: dict[Any, Tensor], expected: dict[Any, Tensor]) -> list[str]:
     return [
-        f"{what}{name} differs by {(value.double() - expected[name].double()).abs().max().item():.3g}"
+        f"{prefix}{name} differs by {(value.double() - expected[name].double()).abs().max().item():.3g}"
         for name, value in ours.items()
         if not torch.allclose(value.double(), expected[name].double(), rtol=1e-4, atol=2e-5)
     ]

@@ -97,11 +97,11 @@ def _callback(make: Callable[[], Callback], **trainer: Any) -> Callable[[Setup],
     return apply
 
 
-def _uneven(way: str, lengths: tuple[int, int]) -> Callable[[Setup], None]:
+def _uneven(mode: str, lengths: tuple[int, int]) -> Callable[[Setup], None]:
     def apply(setup: Setup) -> None:
-        setup.strategy["uneven_inputs"] = way
+        setup.strategy["uneven_inputs"] = mode
         setup.lengths = lengths
-        setup.flags.add(f"uneven {way}")
+        setup.flags.add(f"uneven {mode}")
 
     return apply
 

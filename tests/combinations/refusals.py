@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tests.combinations.features import BY_NAME, DDP, DP, ELASTIC, HOROVOD
 
 #: Words with which a message introduces an alternative.
-_WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build", "Omit", "omit")
+_REMEDY_VERBS = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build", "Omit", "omit")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Refusal:
         return (
             self.text in message
             and all(any(word in message for word in words) for words in named if words)
-            and any(word in message for word in _WAYS_OUT)
+            and any(word in message for word in _REMEDY_VERBS)
         )
 
 

@@ -62,42 +62,42 @@ def report(results: dict[str, dict[str, list[str]]]) -> str:
 
 def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
     texts = dict.fromkeys(text for status, text in verdicts.values() if status in ("refused", "as alone"))
-    letters = dict(zip(texts, ascii_letters, strict=False))
+    symbols = dict(zip(texts, ascii_letters, strict=False))
     lines = [f"## {strategy}", ""]
     if strategy in ALL_PAIRS:
         lines += [
-            "Column 0 is the feature alone. `·` is right, `!` is wrong, a letter is a message below."
+            "Column 0 is the feature alone. `·` is right, `!` is wrong, a symbol is a message below."
             " A blank pair excludes itself or was not run.",
             "",
         ]
-        lines += ["```text", *_matrix(strategy, verdicts, letters), "```", ""]
+        lines += ["```text", *_matrix(strategy, verdicts, symbols), "```", ""]
     else:
         right = [name or "no feature" for name, (status, _) in verdicts.items() if status == "right"]
         lines += [f"Right: {'; '.join(right)}.", ""]
-    for text, letter in letters.items():
+    for text, symbol in symbols.items():
         cells = [name for name, verdict in verdicts.items() if verdict[1] == text]
         kind = "As alone" if verdicts[cells[0]][0] == "as alone" else "Refused"
         shown = "; ".join(cells[:6]) + (f"; {len(cells) - 6} more" if len(cells) > 6 else "")
-        lines += [f"**{letter}.** {kind}: {shown}.", "", "```text", *_wrapped(text), "```", ""]
+        lines += [f"**{symbol}.** {kind}: {shown}.", "", "```text", *_wrapped(text), "```", ""]
     wrong = [f"- **Wrong**: {name}: {text}" for name, (status, text) in verdicts.items() if status == "wrong"]
     return [*lines, *wrong, *([""] if wrong else [])]
 
 
-def _matrix(strategy: str, verdicts: dict[str, list[str]], letters: dict[str, str]) -> list[str]:
+def _matrix(strategy: str, verdicts: dict[str, list[str]], symbols: dict[str, str]) -> list[str]:
     names = [feature.name for feature in FEATURES if strategy in feature.strategies]
     width = max(map(len, names))
     lines = [" " * (width + 4) + " ".join(f"{number:>2}" for number in range(len(names)))]
     for number, name in enumerate(names):
-        marks = [_mark(verdicts.get(name), letters)]
-        marks += [_mark(verdicts.get(f"{other} + {name}"), letters) for other in names[:number]]
+        marks = [_mark(verdicts.get(name), symbols)]
+        marks += [_mark(verdicts.get(f"{other} + {name}"), symbols) for other in names[:number]]
         lines.append(f"{number + 1:>2}  {name:<{width}}" + " ".join(f"{mark:>2}" for mark in marks).rstrip())
     return lines
 
 
-def _mark(verdict: list[str] | None, letters: dict[str, str]) -> str:
+def _mark(verdict: list[str] | None, symbols: dict[str, str]) -> str:
     if verdict is None:
         return ""
-    return letters.get(verdict[1], "?") if verdict[0] in ("refused", "as alone") else _MARKS[verdict[0]]
+    return symbols.get(verdict[1], "?") if verdict[0] in ("refused", "as alone") else _MARKS[verdict[0]]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -26,8 +26,8 @@ def cells_of(strategy: str) -> list[Cell]:
         return cells
     if strategy in FABRIC:
         return [cell for cell in cells if len(cell) < 2]
-    kept = [cell for cell in cells if len(cell) < 2 or set(cell) <= {*OF_LAUNCHER, "accumulation", "schedulers"}]
-    return [cell for cell in kept if len(cell) < 2 or set(cell) & set(OF_LAUNCHER)]
+    selected = [cell for cell in cells if len(cell) < 2 or set(cell) <= {*OF_LAUNCHER, "accumulation", "schedulers"}]
+    return [cell for cell in selected if len(cell) < 2 or set(cell) & set(OF_LAUNCHER)]
 
 
 def name_of(cell: Cell) -> str:

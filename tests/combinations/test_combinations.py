@@ -35,7 +35,7 @@ def test_each_feature_is_right_or_refused(strategy):
     assert any(status == "right" for status, _ in verdicts.values())
 
 
-def test_cells_that_were_wrong_are_right():
+def test_combinations_that_once_failed_are_right():
     # Weights differed where a rank without data had used a parameter; Horovod refused sparse gradients in bfloat16.
     verdicts = verdicts_of(
         "horovod_ext", [("unused parameters", "uneven inputs: join"), ("bf16-true", "sparse embedding")]

@@ -89,13 +89,13 @@ class Net(pl.LightningModule):
         hidden = torch.tanh(hidden)
         if "unused" not in self.flags or "static" in self.flags:  # a static graph leaves the same head unused
             return self.heads[0](hidden)
-        parts, places = [], []
+        parts, all_indices = [], []
         for head, chosen in zip(self.heads, (~other, other), strict=True):
-            place = torch.nonzero(chosen).flatten()
-            if len(place):
-                parts.append(head(hidden[place]))
-                places.append(place)
-        return torch.cat(parts)[torch.cat(places).argsort()]
+            indices = torch.nonzero(chosen).flatten()
+            if len(indices):
+                parts.append(head(hidden[indices]))
+                all_indices.append(indices)
+        return torch.cat(parts)[torch.cat(all_indices).argsort()]
 
     def loss(self, batch: Any) -> Tensor:
         if isinstance(batch, dict):

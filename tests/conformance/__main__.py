@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the outcomes, with the tracebacks of failures")
     options = parser.parse_args(arguments)
     names = [*torch_cases.names(), *program_cases.names()]
-    chosen = [name for name in names if not options.cases or any(is_meant(name, case) for case in options.cases)]
+    chosen = [name for name in names if not options.cases or any(is_selected(name, case) for case in options.cases)]
     start_server()
     outcomes = run_all(chosen, with_gloo=not options.without_gloo)
     problems = judged(outcomes, is_complete=not options.cases)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def is_meant(name: str, case: str) -> bool:
+def is_selected(name: str, case: str) -> bool:
     """Returns whether a name equals a selected name, or begins with a selected prefix."""
     return name == case or (case.endswith((".", "*")) and name.startswith(case.rstrip("*")))
 
@@ -72,8 +72,8 @@ def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
             shm = run_twice_if_needed(name, "shm")
             gloo = run_twice_if_needed(name, "gloo") if shm.kind == FAILED else Outcome(shm.kind, shm.why)
         outcomes[name] = dict(zip(BACKENDS, (gloo, shm), strict=True))
-        said = ", ".join(f"{backend} {said_of(outcome)}" for backend, outcome in outcomes[name].items())
-        print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name}: {said}", flush=True)
+        results_text = ", ".join(f"{backend} {outcome_text(outcome)}" for backend, outcome in outcomes[name].items())
+        print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name}: {results_text}", flush=True)
     return outcomes
 
 
@@ -118,7 +118,7 @@ def judged(outcomes: Outcomes, *, is_complete: bool) -> list[str]:
     return problems
 
 
-def said_of(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     """Formats an outcome as a short text."""
     return f"{outcome.kind}{f' ({outcome.why})' if outcome.why else ''} {outcome.seconds:.1f} s"
 

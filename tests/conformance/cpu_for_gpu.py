@@ -31,14 +31,14 @@ def allow() -> None:
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def case(*args: Any, **kwargs: Any) -> Any:
-        with _everything_on_cpu():
+        with _tensors_on_cpu():
             return function(*args, **kwargs)
 
     return case
 
 
 @contextmanager
-def _everything_on_cpu() -> Iterator[None]:
+def _tensors_on_cpu() -> Iterator[None]:
     from torch.testing._internal.distributed import distributed_test
 
     make_ddp, to = DistributedDataParallel.__init__, Module.to

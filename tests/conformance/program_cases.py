@@ -27,8 +27,8 @@ def run(name: str, backend: str) -> Outcome:
     world_size = programs.all_programs()[name].world_size
     outcomes = ranks.outcomes_of_ranks(programs.run, backend, name, world_size=world_size, timeout_s=LIMIT_S)
     seconds = time.monotonic() - begin
-    if bad := [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]:
-        why = reason(bad[0].error or "") or f"rank {bad[0].rank} exited with code {bad[0].exit_code}"
+    if failed := [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]:
+        why = reason(failed[0].error or "") or f"rank {failed[0].rank} exited with code {failed[0].exit_code}"
         return Outcome(FAILED, why, seconds, "\n".join(map(str, outcomes)))
     values: list[tuple[str, Any]] = [outcome.value for outcome in outcomes]
     if values[0][0] == "skipped":

@@ -11,7 +11,7 @@ import torch
 
 from tests.conformance.exceptions import EXCEPTIONS
 from tests.conformance.outcomes import FAILED, PASSED, SKIPPED, Outcomes
-from tests.conformance.torch_cases import LEFT_OUT, WORLD_SIZE
+from tests.conformance.torch_cases import EXCLUDED, WORLD_SIZE
 
 HEADING = """# Torch's own tests, over `shm`
 
@@ -111,7 +111,7 @@ def _skipped(outcomes: Outcomes) -> Iterator[tuple[str, str]]:
             reasons.setdefault(of["gloo"].why, []).append(f"`{name}`")
     for reason, names in sorted(reasons.items()):
         yield _cell(reason), ", ".join(names)
-    for name, reason in LEFT_OUT.items():
+    for name, reason in EXCLUDED.items():
         yield _cell(reason), f"`{name}`"
 
 

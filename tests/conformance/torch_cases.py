@@ -50,7 +50,7 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
 )
 
 #: Cases that run with neither backend, and the reasons.
-LEFT_OUT = {
+EXCLUDED = {
     "test_ddp_uneven_inputs": "takes more than five minutes with four ranks on two cores;"
     " `data_parallel.joins_with_uneven_inputs` is a smaller case",
 }
@@ -127,7 +127,7 @@ def names() -> list[str]:
         f"{suite}.{name}"
         for suite, cases in SUITES.items()
         for name in unittest.TestLoader().getTestCaseNames(cases)
-        if name not in LEFT_OUT and (not suite.startswith(("Rpc", "Dist")) or _makes_a_group(cases, name))
+        if name not in EXCLUDED and (not suite.startswith(("Rpc", "Dist")) or _makes_a_group(cases, name))
     ]
 
 

@@ -33,13 +33,13 @@ def kill_in_last_epoch(net: Net, at: str) -> None:
         kill(net)
 
 
-def test_restarted_ranks_have_the_final_state_of_an_undisturbed_run():
-    undisturbed = finals(run_torchrun(2, strategy=STRATEGY, callbacks=CALLBACKS))
-    assert len(undisturbed) == 2
-    assert undisturbed[0] == undisturbed[1]
-    assert undisturbed[0]["lr"] != 4e-3
+def test_restarted_ranks_have_the_final_state_of_an_uninterrupted_run():
+    uninterrupted = finals(run_torchrun(2, strategy=STRATEGY, callbacks=CALLBACKS))
+    assert len(uninterrupted) == 2
+    assert uninterrupted[0] == uninterrupted[1]
+    assert uninterrupted[0]["lr"] != 4e-3
     kills = once(kill, rank=0, step=50), kill_in_last_epoch
-    assert finals(run_torchrun(2, *kills, strategy=STRATEGY, callbacks=CALLBACKS)) == undisturbed
+    assert finals(run_torchrun(2, *kills, strategy=STRATEGY, callbacks=CALLBACKS)) == uninterrupted
 
 
 def test_a_worker_that_joins_has_the_final_state_of_the_others():

@@ -1,6 +1,7 @@
 """Elastic training under ``horovodrun`` with a discovery script: ranks fail, leave, and join during ``fit``.
 
-Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
+Each run trains on digits for the number of epochs of an uninterrupted run, counts every sample,
+and must be as accurate.
 """
 
 import os
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from benchmarks.horovod_commands import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_plan
 from tests.support.elastic_script import (
     NUM_EPOCHS,
     NUM_TRAINED,
-    Disturbance,
+    Fault,
     Net,
     Plan,
     fail,
@@ -31,11 +32,11 @@ pytestmark = pytest.mark.processes
 
 
 def run_elastic(
-    *disturbances: Disturbance,
+    *faults: Fault,
     hosts: tuple[str, ...] = (FIRST, SECOND),
     min_ranks: int = 1,
     arguments: tuple[str, ...] = (),
-    keep: Path | None = None,
+    results_path: Path | None = None,
     enter: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
     **plan: Any,
@@ -43,18 +44,18 @@ def run_elastic(
     """Runs the script with ``horovodrun`` and a discovery script; ``**plan`` are attributes of the :class:`Plan`.
 
     Args:
-        *disturbances: Functions that each rank calls.
+        *faults: Functions that each rank calls.
         hosts: Hosts at the start, with one rank each, or with the number of ranks after a colon.
         min_ranks: The value of ``--min-np``.
         arguments: Further arguments of ``horovodrun``.
-        keep: Directory of the run; a temporary directory if None.
+        results_path: Directory of the run; a temporary directory if None.
         enter: Prefix of a command that runs on a certain host.
         variables: Variables of the environment.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        directory, interface = keep or Path(temporary), "eth0" if enter else "lo"
+        directory, interface = results_path or Path(temporary), "eth0" if enter else "lo"
         start = *enter, *elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)
-        whole = Plan(count_ranks(hosts), "horovodrun", disturbances, **plan)
+        whole = Plan(count_ranks(hosts), "horovodrun", faults, **plan)
         return run_plan(whole, *start, directory=directory, env=variables)
 
 
@@ -63,9 +64,9 @@ def change_hosts(net: Net, hosts: tuple[str, ...]) -> None:
     (net.directory / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
 
 
-def test_an_undisturbed_run():
+def test_a_run_without_failures():
     run = run_elastic(strategy=STRATEGY, again=True)
-    check_is_as_good_as_undisturbed(run, within=0.01)
+    check_is_as_accurate_as_uninterrupted(run, within=0.01)
     assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
     assert [line["seen"] for line in run.having("seen")] == [NUM_TRAINED] * (NUM_EPOCHS + 1) * 2
     first, second = run.having("validated")
@@ -74,7 +75,7 @@ def test_an_undisturbed_run():
 
 def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
     run = run_elastic(once(kill, rank=1, step=70), strategy=STRATEGY, again=True)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last world is that of a second `fit`
     assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
     assert "2 -> 1 ranks: each rank keeps its batch size" in run.output
@@ -90,7 +91,7 @@ def test_rank_0_is_killed_with_accumulation_loader_workers_and_a_policy():
         trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"ScaleLearningRate": {}},
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
+    check_is_as_accurate_as_uninterrupted(run, num_epochs=2 * NUM_EPOCHS)
     assert run.worlds == [(2, 0), (1, 30)]
     assert "2 -> 1 ranks: each rank keeps its batch size, and learning rates are multiplied by 0.5" in run.output
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2 / 2)
@@ -99,7 +100,7 @@ def test_rank_0_is_killed_with_accumulation_loader_workers_and_a_policy():
 def test_an_added_rank_trains_parameters_that_the_other_has_unfrozen():
     added = once(partial(change_hosts, hosts=(FIRST, SECOND)), rank=0, step=60)
     run = run_elastic(added, hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, unfreezes_at=0)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert [size for size, _ in run.worlds] == [1, 2]
     assert "with 2 ranks (1 new)" in run.output
     assert "; 0 steps are repeated" in run.output
@@ -114,7 +115,7 @@ def kill_rank_0_of_three(net: Net, at: str) -> None:
 def test_a_rank_is_added_and_another_is_killed():
     added = once(partial(change_hosts, hosts=(FIRST, SECOND, THIRD)), rank=0, step=60)
     run = run_elastic(added, kill_rank_0_of_three, strategy=STRATEGY, pause_s=0.1, policy={"KeepGlobalBatch": {}})
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the global batch size is unchanged, and is divided by 3" in run.output
     sizes = {len(line["samples"]) for line in run.having("samples")}
@@ -136,28 +137,28 @@ def test_a_host_loss_is_detected_and_the_other_host_continues(tmp_path):
             )
     except NoHostsError as error:
         pytest.skip(str(error))
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "does not respond" in run.output
 
 
 def test_a_rank_is_killed_during_a_commit():
     run = run_elastic(once(kill, rank=1, step=60, during="commit"), strategy=STRATEGY)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 40)]
     assert "; 20 steps are repeated" in run.output
 
 
 def test_a_rank_is_killed_during_validation():
     run = run_elastic(once(kill, rank=0, step=50, during="validation"), strategy=STRATEGY, is_manual=True)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 80)]
     assert "; 10 steps are repeated" in run.output
 
 
 def test_a_hung_rank_is_killed():
     run = run_elastic(once(stop, rank=1, step=70), strategy={**STRATEGY, "hang_timeout": 4})
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "rank 1 is stopped" in run.output
     assert "Killing rank 1 so that the other ranks can continue." in run.output
@@ -168,7 +169,7 @@ def test_too_few_ranks_save_a_checkpoint_from_which_fit_continues(tmp_path):
         once(kill, rank=1, step=70),
         min_ranks=2,
         arguments=("--elastic-timeout", "8"),
-        keep=tmp_path,
+        results_path=tmp_path,
         strategy=STRATEGY,
     )
     assert run.code != 0
@@ -176,15 +177,15 @@ def test_too_few_ranks_save_a_checkpoint_from_which_fit_continues(tmp_path):
     (path,) = run.checkpoints
     assert f"ckpt_path='{path}'" in run.output
     assert run.checkpoints[path]["global_step"] == 60
-    run = run_elastic(hosts=(SECOND,), keep=tmp_path, strategy=STRATEGY, ckpt_path=path)
-    check_is_as_good_as_undisturbed(run, from_disk=True)
+    run = run_elastic(hosts=(SECOND,), results_path=tmp_path, strategy=STRATEGY, ckpt_path=path)
+    check_is_as_accurate_as_uninterrupted(run, from_disk=True)
     assert run.worlds == [(2, 0), (1, 60)]
 
 
 def test_a_host_is_removed():
     removed = once(partial(change_hosts, hosts=(FIRST,)), rank=0, step=60)
     run = run_elastic(removed, strategy=STRATEGY, pause_s=0.1)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output
     assert "This rank exits: its host was removed" in run.output
@@ -192,7 +193,7 @@ def test_a_host_is_removed():
 
 def test_one_of_two_ranks_of_a_host_is_killed():
     run = run_elastic(once(kill, rank=1, step=50), hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank exits: its host was removed, or is blacklisted" in run.output
     assert "TooFewRanksError" not in run.output
@@ -205,7 +206,7 @@ def test_one_of_two_ranks_of_a_host_is_killed():
 )
 def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
     run = run_elastic(once(terminate, rank=1, step=30, during=at), strategy=STRATEGY, validation_pause_s=pause_s)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves the world after a SIGTERM." in run.output
     assert f"; {num_repeated} steps are repeated" in run.output
@@ -213,6 +214,6 @@ def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
 
 def test_a_rank_raises_an_exception():
     run = run_elastic(once(fail, rank=0, step=70), strategy=STRATEGY)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "ValueError: a bad sample" in run.output

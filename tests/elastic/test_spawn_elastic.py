@@ -1,6 +1,7 @@
 """Workers that exit during ``fit``, with ``ddp_spawn_elastic_ext``: other workers continue, and a new worker joins.
 
-Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
+Each run trains on digits for the number of epochs of an uninterrupted run, counts every sample,
+and must be as accurate.
 """
 
 import signal
@@ -16,7 +17,7 @@ from tests.support.elastic_runs import (
     STRATEGY,
     UNTIL_IT_JOINS,
     Run,
-    check_is_as_good_as_undisturbed,
+    check_is_as_accurate_as_uninterrupted,
     run_workers,
 )
 from tests.support.elastic_script import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
@@ -29,9 +30,9 @@ def sizes_of(run: Run) -> list[int]:
 
 
 @pytest.mark.processes
-def test_an_undisturbed_run_and_other_stages_after_it():
+def test_a_run_without_failures_and_other_stages_after_it():
     run = run_workers(2, strategy=STRATEGY, again=True)
-    check_is_as_good_as_undisturbed(run, within=0.01)
+    check_is_as_accurate_as_uninterrupted(run, within=0.01)
     assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
 
 
@@ -41,7 +42,7 @@ def test_a_killed_worker_is_restarted_and_joins(rank, compression):
     killed = once(kill, rank=rank, step=70)
     strategy = {**STRATEGY, "compression": compression}
     run = run_workers(2, killed, joins_later, strategy=strategy, unfreezes_at=rank, **UNTIL_IT_JOINS)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
     assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
@@ -57,7 +58,7 @@ def test_a_killed_worker_is_restarted_and_joins(rank, compression):
 
 
 @pytest.mark.processes
-def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
+def test_two_ranks_are_killed_with_accumulation_loader_workers_and_a_policy():
     run = run_workers(
         3,
         *(once(kill, rank=rank, step=35) for rank in (0, 2)),
@@ -69,7 +70,7 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
         pause_s=0.1,
         pauses_in=[1, 2],
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
+    check_is_as_accurate_as_uninterrupted(run, num_epochs=2 * NUM_EPOCHS)
     assert sizes_of(run)[0] == 3
     assert min(sizes_of(run)) in (1, 2)
     assert sizes_of(run)[-1] == 3
@@ -79,7 +80,7 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
 @pytest.mark.processes
 def test_a_worker_is_killed_during_a_commit():
     run = run_workers(2, once(kill, rank=1, step=60, during="commit"), joins_later, strategy=STRATEGY)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds[:2] == [(2, 0), (1, 40)]
 
 
@@ -89,7 +90,7 @@ def test_a_worker_is_killed_during_validation_in_manual_optimization(backend):
     killed = once(kill, rank=0, step=50, during="validation")
     strategy = {**STRATEGY, "process_group_backend": backend}
     run = run_workers(2, killed, joins_later, strategy=strategy, is_manual=True)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds[:2] == [(2, 0), (1, 80)]
 
 
@@ -100,27 +101,27 @@ def kill_the_first_replacement(net: Net, at: str) -> None:
 
 @pytest.mark.processes
 def test_a_new_worker_is_killed_before_it_has_joined():
-    disturbances = once(kill, rank=1, step=70), kill_the_first_replacement, joins_later
-    run = run_workers(2, *disturbances, strategy=STRATEGY, **UNTIL_IT_JOINS)
-    check_is_as_good_as_undisturbed(run)
+    faults = once(kill, rank=1, step=70), kill_the_first_replacement, joins_later
+    run = run_workers(2, *faults, strategy=STRATEGY, **UNTIL_IT_JOINS)
+    check_is_as_accurate_as_uninterrupted(run)
     assert sizes_of(run) == [2, 1, 2]
     assert "It had not joined them yet" in run.output
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("action", "rank", "what"),
+    ("action", "rank", "cause"),
     [(stop, 0, "rank 1 waited 4 s for it in"), (sleep, 1, "no activity was detected")],
 )
-def test_after_a_hang_the_worker_is_killed_and_restarted(action, rank, what):
+def test_after_a_hang_the_worker_is_killed_and_restarted(action, rank, cause):
     strategy = {**STRATEGY, "hang_timeout": 4}
     run = run_workers(2, once(action, rank=rank, step=70), joins_later, strategy=strategy, **UNTIL_IT_JOINS)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
     assert f"rank {rank} on " in run.output
     assert "is stuck" in run.output
-    assert what in run.output
+    assert cause in run.output
     assert f"Killing rank {rank} so that the other ranks can continue." in run.output
     assert "was killed by SIGKILL" in run.output
 
@@ -147,8 +148,8 @@ def kill_rank_0_when_its_replacement_has_joined(net: Net, at: str) -> None:
 
 @pytest.mark.processes
 def test_more_than_max_restarts_end_fit_with_the_first_failure():
-    disturbances = once(kill, rank=0, step=30), kill_rank_0_when_its_replacement_has_joined
-    run = run_workers(2, *disturbances, strategy={**STRATEGY, "max_restarts": 1}, **UNTIL_IT_JOINS)
+    faults = once(kill, rank=0, step=30), kill_rank_0_when_its_replacement_has_joined
+    run = run_workers(2, *faults, strategy={**STRATEGY, "max_restarts": 1}, **UNTIL_IT_JOINS)
     assert run.code != 0
     assert "WorkerDiedError" in run.output
     assert "`max_restarts=1` within 600 s (`restart_window`) is reached" in run.output
@@ -178,7 +179,7 @@ def test_an_exception_restarts_no_worker():
 @pytest.mark.processes
 def test_fewer_than_min_workers_wait_for_a_new_one():
     run = run_workers(2, once(kill, rank=1, step=70), strategy={**STRATEGY, "min_workers": 2})
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (2, 60)]
 
 

@@ -1,6 +1,7 @@
 """Ranks that torchrun restarts, with ``ddp_elastic_ext``: ``fit`` continues from the memory of the host.
 
-Each run trains on digits for the number of epochs of an undisturbed run, counts every sample, and must be as accurate.
+Each run trains on digits for the number of epochs of an uninterrupted run, counts every sample,
+and must be as accurate.
 """
 
 import os
@@ -20,7 +21,7 @@ from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorP
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
 from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_torchrun
 from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
 from tests.support.ranks import kill_tree, run_command, start_script
 
@@ -29,28 +30,28 @@ UNFREEZING = {"strategy": STRATEGY, "unfreezes_at": 1}
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Run:
+def uninterrupted() -> Run:
     return run_torchrun(2, **UNFREEZING)
 
 
-def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
+def check_matches_uninterrupted(run: Run, uninterrupted: Run) -> None:
     """Checks that weights and epoch means are bitwise identical, which includes dropout and the order of samples."""
-    assert run.ends[0]["weights"] == undisturbed.ends[0]["weights"]
-    assert run.logged() == undisturbed.logged()
+    assert run.ends[0]["weights"] == uninterrupted.ends[0]["weights"]
+    assert run.logged() == uninterrupted.logged()
 
 
 @pytest.mark.processes
-def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(undisturbed):
+def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(uninterrupted):
     first, second = once(kill, rank=0, step=70), once(kill, rank=1, step=100, during="validation")
     run = run_torchrun(2, first, second, num_workers=1, **UNFREEZING)
-    check_is_as_good_as_undisturbed(run)
-    check_is_as_undisturbed(run, undisturbed)
+    check_is_as_accurate_as_uninterrupted(run)
+    check_matches_uninterrupted(run, uninterrupted)
     assert run.worlds == [(2, 0), (2, 60), (2, 120)]
     assert "with 2 ranks (0 new) from the commit at step 60; 10 steps are repeated" in run.output
 
 
 @pytest.mark.processes
-def test_two_at_once_with_accumulation_and_a_policy():
+def test_two_ranks_are_killed_at_once_with_accumulation_and_a_policy():
     run = run_torchrun(
         3,
         *(once(kill, rank=rank, step=35) for rank in (0, 2)),
@@ -58,7 +59,7 @@ def test_two_at_once_with_accumulation_and_a_policy():
         trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"KeepGlobalBatch": {}},
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
+    check_is_as_accurate_as_uninterrupted(run, num_epochs=2 * NUM_EPOCHS)
     # On a busy machine, torchrun may terminate a rank before step 35. The rank is then killed in the next world.
     assert run.worlds in ([(3, 0), (3, 30)], [(3, 0), (3, 30), (3, 30)])
 
@@ -73,16 +74,16 @@ def test_manual_optimization_survives_a_kill_in_a_commit_and_one_before_the_rejo
     first = once(kill, rank=1, step=60, during="commit")
     strategy = {**STRATEGY, "process_group_backend": "gloo"}
     run = run_torchrun(2, first, kill_the_restarted_rank_1, strategy=strategy, is_manual=True)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds[0] == (2, 0)
     assert run.worlds[1][1] in (40, 60)  # the other rank may have completed the commit at step 60
 
 
 @pytest.mark.processes
-def test_a_sigterm_to_one_rank_lets_all_ranks_commit_before_the_restart(undisturbed):
+def test_a_sigterm_to_one_rank_lets_all_ranks_commit_before_the_restart(uninterrupted):
     run = run_torchrun(2, once(terminate, rank=1, step=70), **UNFREEZING)
-    check_is_as_good_as_undisturbed(run)
-    check_is_as_undisturbed(run, undisturbed)
+    check_is_as_accurate_as_uninterrupted(run)
+    check_matches_uninterrupted(run, uninterrupted)
     assert len(run.worlds) == 2
     assert run.worlds[1][1] >= 70
     assert "; 0 steps are repeated" in run.output, run.output
@@ -91,13 +92,13 @@ def test_a_sigterm_to_one_rank_lets_all_ranks_commit_before_the_restart(undistur
 @pytest.mark.processes
 def test_after_a_loss_before_the_first_step_training_starts_again():
     run = run_torchrun(2, once(kill, rank=1, during="setup"), strategy=STRATEGY)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0)]
 
 
 def kill_with_store(net: Net) -> None:
     """Kills the descriptor store and this rank."""
-    job = TorchrunJob.of_this_process()
+    job = TorchrunJob.this_process()
     assert job is not None
     for process in stores_below(job.address_file):
         process.kill()
@@ -107,7 +108,7 @@ def kill_with_store(net: Net) -> None:
 @pytest.mark.processes
 def test_without_commits_training_continues_from_disk():
     run = run_torchrun(2, once(kill_with_store, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (2, 90)]  # the end of the second epoch
     assert "No host has a commit of this `fit`" in run.output
 
@@ -121,7 +122,7 @@ def kill_rank_1_in_validate(net: Net, at: str) -> None:
 @pytest.mark.processes
 def test_after_a_loss_in_a_later_stage_no_step_is_repeated():
     run = run_torchrun(2, kill_rank_1_in_validate, strategy=STRATEGY, again=True)
-    check_is_as_good_as_undisturbed(run)
+    check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
     assert len({line["pid"] for line in run.lines}) == 4
 
@@ -203,7 +204,7 @@ import os, sys, time
 parent, until = os.getppid(), time.monotonic() + float(sys.argv[1])
 from lightning_strategies_ext.elastic.fd_store import FdStoreClient, TorchrunJob
 
-store = FdStoreClient(TorchrunJob.of_this_process())
+store = FdStoreClient(TorchrunJob.this_process())
 stored = os.memfd_create("stored")
 store.put("0/memory", stored)
 assert [os.path.samestat(os.fstat(fd), os.fstat(stored)) for fd in store.get_all("0/").values()] == [True]
@@ -224,8 +225,8 @@ def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
-    place = {user_cache.CACHE_VARIABLE: str(tmp_path / "cache")}
-    return start_script("-m", "torch.distributed.run", *options.split(), str(seconds), env=place)
+    cache = {user_cache.CACHE_VARIABLE: str(tmp_path / "cache")}
+    return start_script("-m", "torch.distributed.run", *options.split(), str(seconds), env=cache)
 
 
 @pytest.mark.processes
@@ -323,6 +324,6 @@ def test_without_torchrun_the_error_has_the_command(monkeypatch):
     ],
 )
 def test_invalid_arguments_are_errors(monkeypatch, arguments, error, message):
-    monkeypatch.setattr(TorchrunJob, "of_this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
+    monkeypatch.setattr(TorchrunJob, "this_process", lambda: TorchrunJob("none", os.getpid(), 0.0))
     with pytest.raises(error, match=message):
         DDPElasticStrategy(**arguments)

@@ -52,7 +52,7 @@ class Extended(pl.LightningModule):
         self.plan = plan
         self.net = self.make_layer(1)
         self.worlds: list[int] = []
-        self.num_batches = self.num_batches_here = 0
+        self.num_batches = self.num_batches_in_world = 0
 
     def make_layer(self, width: int) -> nn.Module:
         layer = nn.Linear(1, width)
@@ -66,7 +66,7 @@ class Extended(pl.LightningModule):
 
     def on_train_start(self) -> None:
         self.worlds.append(self.trainer.world_size)
-        self.num_batches_here = 0
+        self.num_batches_in_world = 0
         self.extra = self.make_layer(self.plan.later_width if self.mark.exists() else 1)
         self.trainer.optimizers[0].add_param_group({"params": [*self.extra.parameters()], "lr": 1.0})
 
@@ -82,12 +82,12 @@ class Extended(pl.LightningModule):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.num_batches += 1
-        self.num_batches_here += 1
+        self.num_batches_in_world += 1
         size = self.plan.worlds[-1]
         is_last = self.mark.exists() and self.trainer.world_size == size
         if size == 1:  # a rank that joins later cannot count the worlds
             is_last = len(self.worlds) == len(self.plan.worlds)
-        self.trainer.should_stop = is_last and self.num_batches_here == 3
+        self.trainer.should_stop = is_last and self.num_batches_in_world == 3
 
     def on_train_end(self) -> None:
         values = torch.cat([parameter.detach().flatten() for parameter in self.parameters()]).unique()
@@ -120,11 +120,11 @@ def run(plan: Plan, **arguments: Any) -> list[dict[str, Any]]:
 def test_a_worker_that_joins_has_the_state_of_a_layer_that_on_train_start_adds(
     tmp_path: Path, signum: int, rank: int
 ) -> None:
-    survivor, joined = run(Plan(tmp_path, signum, (rank,)))
+    remaining, joined = run(Plan(tmp_path, signum, (rank,)))
     assert joined["worlds"][-1] == 2
     assert joined["batches"] == 3
     if signum == signal.SIGTERM:
-        assert survivor["batches"] == survivor["steps"]  # no step is repeated
+        assert remaining["batches"] == remaining["steps"]  # no step is repeated
 
 
 def test_a_worker_that_adds_another_layer_cannot_join_and_the_other_continues(
@@ -138,8 +138,8 @@ def test_a_worker_that_adds_another_layer_cannot_join_and_the_other_continues(
 
 
 def test_a_worker_that_leaves_after_a_sigterm_needs_no_restart_but_min_workers_do(tmp_path: Path) -> None:
-    (survivor,) = run(Plan(tmp_path, signal.SIGTERM, (1,), worlds=(2, 1)), max_restarts=0)
-    assert survivor["batches"] == survivor["steps"]
+    (remaining,) = run(Plan(tmp_path, signal.SIGTERM, (1,), worlds=(2, 1)), max_restarts=0)
+    assert remaining["batches"] == remaining["steps"]
     for path in tmp_path.iterdir():
         path.unlink()
     with pytest.raises(SIGTERMException):

@@ -35,7 +35,7 @@ def test_the_strategy_with_arguments(tmp_path: Path) -> None:
     assert strategy["init_args"]["timeout"] == "0:05:00"
 
 
-def test_another_strategy_on_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_selects_another_strategy(tmp_path: Path) -> None:
     options = ("--trainer.strategy=ddp_spawn_ext", "--trainer.max_epochs=2")
     output = run_example("cli/main.py", "fit", *BY_NAME, *options, directory=tmp_path)
     assert rows(output)["strategy"] == ["DDPSpawnStrategy"]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 BEFORE, AFTER, REAL = range(3)
 
 
-def test_it_learns_to_draw_the_requested_digit(tmp_path: Path) -> None:
+def test_the_gan_learns_to_draw_the_requested_digit(tmp_path: Path) -> None:
     output = run_example("gan.py", "--epochs", "15", "--plot", "drawn.png", directory=tmp_path)
     read = [number(output, "classified as requested", column) for column in (BEFORE, AFTER, REAL)]
     assert read[BEFORE] < 0.3

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.horovod_commands import FIRST, SECOND, start_of
 from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, number, rows
-from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
+from tests.support.ranks import LONG_CYCLE, kill_tree, run_command, start_command
 
 pytestmark = pytest.mark.processes
 
 SCRIPT = EXAMPLES / "horovod_digits.py"
 ACCURACY = "accuracy on 360 held-out images"
-ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, **SELDOM, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, **LONG_CYCLE, "OMP_NUM_THREADS": "1"}
 
 
 def test_two_ranks_of_horovodrun() -> None:
@@ -52,8 +52,8 @@ def run_and_kill_rank_1(environment: dict[str, str]) -> tuple[str, int]:
     try:
         for line in job.stdout:
             lines.append(line)
-            if said := re.search(r"rank 1 of 2 is process (\d+)", line):
-                os.kill(int(said[1]), signal.SIGKILL)
+            if match := re.search(r"rank 1 of 2 is process (\d+)", line):
+                os.kill(int(match[1]), signal.SIGKILL)
         return "".join(lines), job.wait()
     finally:
         limit.cancel()

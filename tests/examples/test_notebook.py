@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat, nbcl
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 
 
-def test_it_is_kept_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
@@ -21,7 +21,7 @@ def test_it_is_kept_without_outputs() -> None:
 
 
 @pytest.mark.processes
-def test_it_trains_and_predicts(tmp_path: Path) -> None:
+def test_the_notebook_trains_and_predicts(tmp_path: Path) -> None:
     executed = tmp_path / "executed.ipynb"
     program = "from nbclient.cli import main; main()"  # `jupyter execute`
     own = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}

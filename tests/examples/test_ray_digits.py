@@ -19,7 +19,7 @@ from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 SCRIPT = EXAMPLES / "ray_digits.py"
 ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-GONE_WITHIN_S = 60
+EXIT_TIMEOUT_S = 60
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardAg", "ray::RuntimeEnv")
 
 
@@ -31,7 +31,7 @@ def directory() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
-def test_it_trains_and_leaves_nothing_behind(ending, directory):
+def test_the_example_trains_and_its_processes_exit_with_it(ending, directory):
     """Checks that workers and Ray exit with the program, and that Ray listens on local addresses only."""
     epochs = "3" if ending == "by itself" else "10000"
     job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory})
@@ -53,7 +53,7 @@ def test_it_trains_and_leaves_nothing_behind(ending, directory):
     output = "".join(lines)
     assert len(started) > 4, output
     assert listening == {"127.0.0.1"}
-    assert_gone(started)
+    assert_exited(started)
     if ending == "by itself":
         assert code == 0, output
         assert not list(Path(directory).glob("ray-*"))
@@ -79,10 +79,10 @@ def listened_at(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
-def assert_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while left := [process for process in processes if runs(process)]:
-        assert time.monotonic() < deadline, left
+def assert_exited(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while remaining := [process for process in processes if runs(process)]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
 
 

@@ -26,7 +26,7 @@ def run_without_lightning(backend: str, directory: Path) -> str:
     return result.stdout
 
 
-def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path: Path) -> None:
+def test_the_example_trains_the_bits_of_gloo_and_imports_no_lightning(tmp_path: Path) -> None:
     ours = run_without_lightning("shm", tmp_path)
     theirs = run_without_lightning("gloo", tmp_path)
     assert rows(ours)["Lightning was imported"] == ["no"]

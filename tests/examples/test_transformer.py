@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 SMALL = ("--epochs", "2", "--width", "32", "--layers", "1", "--context", "64", "--fraction", "0.25")
 
 
-def test_it_learns_and_writes(tmp_path: Path) -> None:
+def test_the_transformer_learns_and_generates_text(tmp_path: Path) -> None:
     output = run_example("transformer.py", *SMALL, "--plot", "bits.png", directory=tmp_path)
     for column in (0, 1):
         assert number(output, "2", column) < number(output, "1", column)

@@ -13,7 +13,7 @@ from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, loader
 from tests.support.ranks import run_ranks
 
-MANY = 10_000
+MAX_STEPS = 10_000
 
 
 def step(fabric: Fabric, model: Any, optimizer: Any, batch: Any) -> None:
@@ -31,7 +31,7 @@ def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) 
     (batch, *_) = fabric.setup_dataloaders(loader())
     done = 0
     with fabric.strategy.coordinated_stop(signum) as should_stop:
-        while done < MANY and not should_stop():
+        while done < MAX_STEPS and not should_stop():
             step(fabric, model, optimizer, batch)
             done += 1
             if done == 5 and fabric.global_rank == 1:
@@ -53,24 +53,24 @@ def test_a_signal_on_one_rank_stops_all_before_the_same_step(signum: int):
 
 
 @pytest.mark.processes
-def test_over_horovod_too():
+def test_a_sigterm_on_a_rank_of_horovod_stops_all_before_the_same_step():
     check(run_horovod("horovodrun", train_in_a_script, "horovod_ext", signal.SIGTERM))
 
 
 def check(outcomes: list[tuple[int, list[int]]]) -> None:
     (first, gathered), (second, _) = outcomes
-    assert 5 <= first == second < MANY
+    assert 5 <= first == second < MAX_STEPS
     assert gathered == [first, second]
 
 
 @pytest.mark.processes
-def test_one_to_the_process_that_has_started_workers_stops_these():
+def test_a_sigterm_to_the_main_process_stops_its_workers():
     done, gathered = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(train, os.getpid())
-    assert 5 <= done < MANY
+    assert 5 <= done < MAX_STEPS
     assert gathered == [done, done]
 
 
-def signal_that_comes_late() -> list[str]:
+def receive_late_signal() -> list[str]:
     fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
     fabric.launch()
     seen: list[str] = []
@@ -85,8 +85,8 @@ def signal_that_comes_late() -> list[str]:
 
 
 @pytest.mark.processes
-def test_one_that_comes_after_the_last_step_is_not_lost():
-    assert run_ranks(signal_that_comes_late) == [["as before"]] * 2
+def test_a_sigterm_after_the_last_step_is_not_lost():
+    assert run_ranks(receive_late_signal) == [["as before"]] * 2
 
 
 def test_one_process_stops_at_once():

@@ -53,7 +53,7 @@ def train_under_fabric_with_both() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_fabric_trains_as_with_stock_to_the_last_bit():
+def test_fabric_trains_bitwise_as_with_stock():
     for ours, theirs in run_ranks(train_under_fabric_with_both):
         assert ours[1] == FabricDDPStrategy.__module__
         assert_same_bits(ours[0], theirs[0])
@@ -125,7 +125,7 @@ def fail(fabric: Fabric) -> None:
 
 
 @pytest.mark.processes
-def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
+def test_the_next_launch_reuses_the_workers_and_a_failure_names_the_rank():
     fabric = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu")
     pid, values = fabric.launch(where, 10, offset=1)
     assert values == [1, 11]
@@ -137,12 +137,12 @@ def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
     assert (values, other != pid) == ([0, 3], True)
 
 
-def test_launching_nothing_in_workers_is_refused():
+def test_launching_workers_without_a_function_is_refused():
     with pytest.raises(TypeError, match="needs to be called with a function"):
         Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch()
 
 
-def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
+def join_with_a_plugin(directory: str) -> tuple[bool, float]:
     torch.utils.rename_privateuse1_backend("plugin")  # as in a plugin for other devices, for which torch finds no hooks
     fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=2)
     fabric.launch()
@@ -157,7 +157,7 @@ def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
 @pytest.mark.processes
 def test_a_barrier_works_where_a_device_plugin_breaks_torchs_barrier(tmp_path):
     """Lightning's Fabric supports this since 2.5.5."""
-    assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
+    assert run_ranks(join_with_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
 
 
 def gradients_of_passes(order: str, **ddp_kwargs: Any) -> tuple[str, list[float]]:
@@ -171,16 +171,16 @@ def gradients_of_passes(order: str, **ddp_kwargs: Any) -> tuple[str, list[float]
     data = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(3))[:, fabric.global_rank :: 2]
     batches, losses = iter(data), []
     try:
-        for what in order:
-            with fabric.no_backward_sync(model, enabled=what.isupper()):
-                if what.lower() == "f":
+        for pass_kind in order:
+            with fabric.no_backward_sync(model, enabled=pass_kind.isupper()):
+                if pass_kind.lower() == "f":
                     features = next(batches).clone().requires_grad_()
                     losses.append((model(features) - 1).pow(2).mean())
-                elif what == "g":  # a gradient penalty
+                elif pass_kind == "g":  # a gradient penalty
                     (slope,) = torch.autograd.grad(losses[-1], features, create_graph=True)
                     losses[-1] = losses[-1] + slope.pow(2).sum(1).mean()
                 else:
-                    fabric.backward(losses.pop(0)) if what.lower() == "b" else losses.pop(0).backward()
+                    fabric.backward(losses.pop(0)) if pass_kind.lower() == "b" else losses.pop(0).backward()
     except RuntimeError as error:
         return str(error), []
     return "", torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).tolist()
@@ -214,7 +214,7 @@ def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
 
 
 @pytest.mark.processes
-def test_every_backward_pass_is_exchanged_whatever_the_order_of_the_passes():
+def test_every_backward_pass_is_exchanged_in_every_order_of_passes():
     """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second backward pass."""
     for found in run_ranks(gradients_of_all_orders):
         for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb", "static graph, first blocked"):

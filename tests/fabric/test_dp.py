@@ -12,19 +12,19 @@ from torch.nn import DataParallel, functional
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_strategies_ext.fabric.dp import DataParallelStrategy
-from tests.support.dp_training import WAYS, copying_devices, cpu_devices
+from tests.support.dp_training import MODES, copying_devices, cpu_devices
 from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, state_of
 
-FABRIC_WAYS = {
+FABRIC_MODES = {
     "in turns": {"parallel_devices": cpu_devices(3)},
     "at once": {"parallel_devices": cpu_devices(3), "sequential": False},
     "with copies": {"parallel_devices": copying_devices(3), "sequential": False},
 }
-each_way = pytest.mark.parametrize("arguments", FABRIC_WAYS.values(), ids=FABRIC_WAYS.keys())
+each_mode = pytest.mark.parametrize("arguments", FABRIC_MODES.values(), ids=FABRIC_MODES.keys())
 
 
-def test_the_same_ways_are_tested_as_under_the_trainer():
-    assert FABRIC_WAYS.keys() == WAYS.keys()
+def test_the_tests_cover_the_same_modes_as_those_of_the_trainer():
+    assert FABRIC_MODES.keys() == MODES.keys()
 
 
 def train(strategy="auto", devices=1, precision=None, **kwargs):
@@ -45,7 +45,7 @@ def train(strategy="auto", devices=1, precision=None, **kwargs):
     return fabric, model, optimizer, state_of(module)
 
 
-@each_way
+@each_mode
 def test_a_loop_trains_as_on_a_single_device(arguments):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*does not support skipping.*")
@@ -114,7 +114,7 @@ def test_saved_states_are_those_of_a_single_device(tmp_path):
         strategy.load_module_state_dict(model._forward_module, {})
 
 
-def test_a_launched_function_runs_here():
+def test_a_launched_function_runs_in_this_process():
     fabric = Fabric(strategy="dp_ext", devices=2, accelerator="cpu")
     assert fabric.launch(lambda fabric, value: (fabric.global_rank, value), 3) == (0, 3)
 
@@ -134,7 +134,7 @@ class Module(nn.Module):
         return self(features)["logits"].softmax(dim=1), len(features)
 
 
-@each_way
+@each_mode
 def test_inputs_are_split_and_outputs_gathered(arguments):
     outputs = []
     for strategy in (DataParallelStrategy(**arguments), "auto"):
@@ -165,7 +165,7 @@ class Logs(MLP):
         return {"loss": loss, "count": len(batch[0])}
 
 
-@each_way
+@each_mode
 def test_a_lightning_module_trains_and_logs_once(arguments):
     class Logger(pl.loggers.logger.DummyLogger):
         def __init__(self):
@@ -224,7 +224,7 @@ def test_a_scatter_function_splits_the_first_input():
     torch.testing.assert_close(output, module(features, labels=labels))
 
 
-def test_fabrics_own_name_stays_its_own():
+def test_the_name_dp_selects_the_strategy_of_fabric():
     fabric = Fabric(strategy="dp", devices=2, accelerator="cpu")
     assert "lightning_strategies_ext" not in type(fabric.strategy).__module__
 

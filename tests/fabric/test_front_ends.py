@@ -42,8 +42,8 @@ def test_an_error_names_the_name_to_use_instead(
 ) -> None:
     with pytest.raises(ValueError, match=f"{make_strategy.__name__} object at ") as caught:
         front_end(make_strategy())
-    face, other = ("the Trainer", "Fabric") if front_end is start_fabric else ("Fabric", "the Trainer")
-    found = re.search(rf"for {face}\. For {other}: (from \S+ import \w+); (\w+\(.*?\))>", str(caught.value))
+    own_name, other = ("the Trainer", "Fabric") if front_end is start_fabric else ("Fabric", "the Trainer")
+    found = re.search(rf"for {own_name}\. For {other}: (from \S+ import \w+); (\w+\(.*?\))>", str(caught.value))
     assert found is not None, str(caught.value)
     namespace: dict[str, Any] = {}
     exec(f"{found[1]}\nstrategy = {found[2]}", namespace)

@@ -54,7 +54,7 @@ print("validated")
         ("exit", r"its script ended while rank \d waits|unknown reason|with exit code 0|rank {rank} .*has left"),
     ],
 )
-def test_the_other_ranks_exit_too(tmp_path: Path, how: str, reason: str, rank: int):
+def test_the_other_ranks_exit_after_a_failure_between_stages(tmp_path: Path, how: str, reason: str, rank: int):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     begin = time.monotonic()

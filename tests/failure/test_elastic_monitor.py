@@ -114,7 +114,7 @@ def wait_with_a_rank_that_detects_nothing() -> None:
 
 
 @pytest.mark.processes
-def test_a_hung_rank_is_killed_although_the_lowest_rank_detects_hangs_no_more():
+def test_a_hung_rank_is_killed_if_the_lowest_rank_no_longer_detects_hangs():
     outcomes = outcomes_of_ranks(wait_with_a_rank_that_detects_nothing, world_size=3)
     assert codes_of(outcomes) == [0, 0, -signal.SIGKILL], "\n".join(map(str, outcomes))
     assert "Killing rank 2 so that the other ranks can continue." in outcomes[1].output

@@ -59,7 +59,7 @@ def test_exchanges_older_than_the_history_are_forgotten() -> None:
     assert long.first_difference(short.summary(0)) is None
 
 
-def test_the_summary_travels_with_the_status_of_a_rank() -> None:
+def test_the_status_of_a_rank_contains_the_summary() -> None:
     summary = log_of(epochs(3, 5)).summary(2)
     status = RankStatus.load(RankStatus(1, exchanges=summary).dump(100_000))
     assert status.exchanges is not None

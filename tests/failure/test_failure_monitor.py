@@ -35,7 +35,7 @@ def fail_and_end_at_once() -> list[str]:
     return [] if failure is None else [failure.headline]
 
 
-def begin_to_watch(meeting_s: float) -> bool | str:
+def create_monitor(startup_timeout_s: float) -> bool | str:
     rank = int(os.environ["LOCAL_RANK"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
 
@@ -47,7 +47,7 @@ def begin_to_watch(meeting_s: float) -> bool | str:
 
     if rank == 1:
         failure_monitor.ExitTracker = Slow
-    failure_monitor.STARTUP_TIMEOUT_S = meeting_s
+    failure_monitor.STARTUP_TIMEOUT_S = startup_timeout_s
     try:
         FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
         found: bool | str = store.check(["nearly"])
@@ -61,15 +61,15 @@ def begin_to_watch(meeting_s: float) -> bool | str:
 
 
 def test_no_rank_continues_before_all_monitors_run():
-    assert run_ranks(begin_to_watch, 60.0) == [True, True]
+    assert run_ranks(create_monitor, 60.0) == [True, True]
 
 
 def test_a_rank_whose_peers_do_not_reach_the_startup_barrier_raises():
-    first, _ = run_ranks(begin_to_watch, 0.1)
+    first, _ = run_ranks(create_monitor, 0.1)
     assert "Only 1 of 2 ranks passed the startup barrier within 0.1 s" in first
 
 
-def fail_where_the_other_sleeps_and_nobody_reads_what_it_says() -> None:
+def fail_while_the_output_of_the_other_rank_is_not_read() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     own = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
@@ -88,11 +88,11 @@ def fail_where_the_other_sleeps_and_nobody_reads_what_it_says() -> None:
 
 
 def test_a_rank_whose_output_is_read_no_more_is_terminated_by_its_monitor():
-    _, second = outcomes_of_ranks(fail_where_the_other_sleeps_and_nobody_reads_what_it_says)
+    _, second = outcomes_of_ranks(fail_while_the_output_of_the_other_rank_is_not_read)
     assert second.exit_code == process_exit.MONITOR_EXIT_CODE
 
 
-def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -> bool | None:
+def finish_the_last_stage_after_a_failure(is_raised: bool) -> bool | None:
     rank = int(os.environ["LOCAL_RANK"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     own = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
@@ -113,7 +113,7 @@ def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -
 
 @pytest.mark.parametrize("is_raised", [False, True])
 def test_a_failure_detected_at_exit_is_reported_unless_the_script_caught_it(is_raised):
-    first, _ = outcomes_of_ranks(come_to_the_end_of_the_last_stage_when_another_has_failed, is_raised)
+    first, _ = outcomes_of_ranks(finish_the_last_stage_after_a_failure, is_raised)
     assert first.error is None, first
     assert first.value is not is_raised
     assert ("rank 1 on" in first.output and "ValueError: no" in first.output) is not is_raised, first.output

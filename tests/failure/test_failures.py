@@ -37,7 +37,7 @@ SECONDS_PER_STEP = 0.02
 
 
 class Steady(MLP):
-    """A model that selects batches by the number of the step. A resumed run uses the batches of an undisturbed run.
+    """A model that selects batches by the number of the step. A resumed run uses the batches of an uninterrupted run.
 
     (Lightning resumes an interrupted epoch with the first batch of a loader, unless the loader is stateful.)
     """
@@ -152,12 +152,12 @@ def fit_test_and_tear_down_twice(directory: Path) -> None:
 class Run:
     """A script that runs in a separate process, as started by a user."""
 
-    def __init__(self, directory: Path, what: Callable[[Path], None], *launcher: str) -> None:
+    def __init__(self, directory: Path, function: Callable[[Path], None], *launcher: str) -> None:
         self.directory = directory
         self.script = directory / "script.py"
         self.script.write_text(SCRIPT)
         # One thread, like the ranks whose weights are compared.
-        self.process = start_script(*launcher, self.script, directory, what.__name__)
+        self.process = start_script(*launcher, self.script, directory, function.__name__)
 
     def pids(self, moment: str, timeout_s: float = 180) -> list[int]:
         """Waits until both ranks are "training" or "validating"; returns their process IDs."""
@@ -199,8 +199,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Starts a script that runs a function of this module, and kills its remaining processes after the test."""
     runs = []
 
-    def start(what: Callable[[Path], None], *launcher: str) -> Run:
-        runs.append(Run(tmp_path, what, *launcher))
+    def start(function: Callable[[Path], None], *launcher: str) -> Run:
+        runs.append(Run(tmp_path, function, *launcher))
         return runs[-1]
 
     yield start
@@ -209,9 +209,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Returns the weights after NUM_STEPS steps of an undisturbed run."""
-    return run_ranks(train, tmp_path_factory.mktemp("undisturbed"))[0]
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Returns the weights after NUM_STEPS steps of an uninterrupted run."""
+    return run_ranks(train, tmp_path_factory.mktemp("uninterrupted"))[0]
 
 
 # --- SIGTERM ---
@@ -223,7 +223,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     ids=["on rank 1", "on rank 0", "in validation under torchrun"],
 )
 def test_a_sigterm_on_one_rank_stops_all_ranks_at_the_same_step_and_nothing_is_lost(
-    start, tmp_path, undisturbed, signalled, moment, launcher
+    start, tmp_path, uninterrupted, signalled, moment, launcher
 ):
     run = start(train_slowly, *launcher)
     os.kill(run.pids(moment)[signalled], signal.SIGTERM)
@@ -234,7 +234,7 @@ def test_a_sigterm_on_one_rank_stops_all_ranks_at_the_same_step_and_nothing_is_l
     assert (name, received) == ("SIGTERMException", True)
     assert 2 <= step < NUM_STEPS
     for resumed in run_ranks(resume, tmp_path):
-        assert_same_bits(resumed, undisturbed)
+        assert_same_bits(resumed, uninterrupted)
 
 
 def resume(directory: Path) -> dict[str, torch.Tensor]:
@@ -336,7 +336,7 @@ def test_a_step_exchanges_gradients_and_nothing_else():
 
 
 @pytest.mark.skipif(not RequirementCache("lightning>=2.5.3"), reason="Lightning has no such broadcast before 2.5.3")
-def test_a_step_of_stock_ddp_waits_for_a_broadcast_too():
+def test_a_step_of_stock_ddp_also_waits_for_a_broadcast():
     expected = {"c10d::allreduce_": 10, "c10d::broadcast_": 10}
     assert run_ranks(count_collectives_in_ten_steps, "ddp") == [expected] * 2
 

@@ -39,8 +39,8 @@ pids: list[int] = []
 class Delays(Callback):
     """A callback that delays or hangs rank 1 at a batch, while rank 0 waits for its gradients."""
 
-    def __init__(self, how: str, batch_idx: int = 3) -> None:
-        self.how = how
+    def __init__(self, activity: str, batch_idx: int = 3) -> None:
+        self.activity = activity
         self.batch_idx = batch_idx
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -48,7 +48,7 @@ class Delays(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == self.batch_idx:
-            globals()[self.how](pl_module)
+            globals()[self.activity](pl_module)
 
 
 def validate_alone(model: MLP) -> None:
@@ -75,7 +75,7 @@ def sleep_a_little(model: MLP) -> None:
     time.sleep(HANG_TIMEOUT_S / 4)
 
 
-def sleep_for_ever(model: MLP) -> None:
+def sleep_indefinitely(model: MLP) -> None:
     time.sleep(3600)
 
 
@@ -92,9 +92,11 @@ def stop_all(model: MLP) -> None:
     time.sleep(0.5)
 
 
-def train(how: str, backend: str, hang_timeout: Any) -> int:
+def train(activity: str, backend: str, hang_timeout: Any) -> int:
     trainer = make_trainer(
-        DDPStrategy(hang_timeout=hang_timeout, process_group_backend=backend), max_epochs=1, callbacks=[Delays(how)]
+        DDPStrategy(hang_timeout=hang_timeout, process_group_backend=backend),
+        max_epochs=1,
+        callbacks=[Delays(activity)],
     )
     trainer.fit(MLP(), loader(80))
     return trainer.global_step
@@ -102,7 +104,7 @@ def train(how: str, backend: str, hang_timeout: Any) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "backend", "hang_timeout"),
+    ("activity", "backend", "hang_timeout"),
     [
         ("validate_alone", "shm", HANG_TIMEOUT_S),
         ("debug", "gloo", HANG_TIMEOUT_S),
@@ -111,8 +113,8 @@ def train(how: str, backend: str, hang_timeout: Any) -> int:
         ("stop_all", "shm", HANG_TIMEOUT_S),
     ],
 )
-def test_a_slow_rank_is_not_hung(how, backend, hang_timeout):
-    assert run_ranks(train, how, backend, hang_timeout) == [10, 10]
+def test_a_slow_rank_is_not_hung(activity, backend, hang_timeout):
+    assert run_ranks(train, activity, backend, hang_timeout) == [10, 10]
 
 
 class HoldsPythonsLock(Callback):
@@ -138,8 +140,8 @@ def test_a_rank_that_waited_for_the_last_batch_of_another_rank_is_not_hung():
 class SlowOnce(Dataset):
     """A dataset whose DataLoader worker on rank 1 computes or sleeps for long at a sample of batch 3."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, activity: str) -> None:
+        self.activity = activity
         self.data = dataset(80)
 
     def __len__(self) -> int:
@@ -149,13 +151,13 @@ class SlowOnce(Dataset):
         if index == 2 * 4 * 3 + 1:  # batches of four samples on two ranks
             end = time.monotonic() + LONGER_S
             while time.monotonic() < end:
-                sum(range(1000)) if self.how == "computes" else time.sleep(3600)
+                sum(range(1000)) if self.activity == "computes" else time.sleep(3600)
         return self.data[index]
 
 
-def train_on(how: str) -> int:
+def train_on(activity: str) -> int:
     trainer = make_trainer(DDPStrategy(hang_timeout=HANG_TIMEOUT_S), max_epochs=1)
-    trainer.fit(MLP(), DataLoader(SlowOnce(how), batch_size=4, num_workers=1))
+    trainer.fit(MLP(), DataLoader(SlowOnce(activity), batch_size=4, num_workers=1))
     return trainer.global_step
 
 
@@ -177,7 +179,7 @@ def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(b
     trainer = spawn_trainer(
         DDPSpawnStrategy(hang_timeout=HANG_TIMEOUT_S, process_group_backend=backend),
         max_epochs=1,
-        callbacks=[Delays("sleep_for_ever")],
+        callbacks=[Delays("sleep_indefinitely")],
     )
     begin = time.monotonic()
     with pytest.raises(
@@ -188,7 +190,7 @@ def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(b
     assert isinstance(caught.value.__cause__, RankFailedError)
     text = str(caught.value)
     assert "rank 0 waited 4 s for it in" in text
-    assert "in sleep_for_ever\n    time.sleep(3600)" in text
+    assert "in sleep_indefinitely\n    time.sleep(3600)" in text
     assert "Rank 0 (train, epoch 0, step 3) waits in" in text
     assert "in training_step" in text or "in backward" in text
 

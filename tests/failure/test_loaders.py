@@ -17,30 +17,30 @@ pytestmark = pytest.mark.processes
 fork = multiprocessing.get_context("fork")
 
 
-def start_others(says: Connection) -> None:
+def start_others(sender: Connection) -> None:
     """Forks two processes, like a DataLoader, starts a program, and sends the process IDs."""
     forked = [fork.Process(target=time.sleep, args=(600,), daemon=True) for _ in range(2)]
     for process in forked:
         process.start()
     program = subprocess.Popen(["sleep", "600"])
-    says.send([*(process.pid for process in forked), program.pid])
+    sender.send([*(process.pid for process in forked), program.pid])
     time.sleep(600)
 
 
 @pytest.mark.forked
 def test_a_rank_is_killed_with_its_forked_children_but_no_programs_or_other_ranks():
-    hears, says = fork.Pipe()
-    rank = fork.Process(target=start_others, args=(says,))
+    receiver, sender = fork.Pipe()
+    rank = fork.Process(target=start_others, args=(sender,))
     rank.start()
-    assert hears.poll(60)
-    pids = hears.recv()
+    assert receiver.poll(60)
+    pids = receiver.recv()
     forked, spared, program = map(psutil.Process, pids)
     try:
         kill_with_forked_children(rank.pid, {spared.pid})
         rank.join()
         psutil.wait_procs([forked], timeout=60)
-        left = [process for process in (forked, spared, program) if process.is_running()]
-        assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == [spared, program]
+        remaining = [process for process in (forked, spared, program) if process.is_running()]
+        assert [process for process in remaining if process.status() != psutil.STATUS_ZOMBIE] == [spared, program]
     finally:
         for process in (spared, program):
             process.kill()
@@ -78,7 +78,7 @@ def test_dataloader_workers_exit_after_an_exception_on_one_rank(tmp_path: Path):
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) >= 3
     deadline = time.monotonic() + 2.0
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, left
+    while remaining := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.02)
     process.communicate()

@@ -89,8 +89,8 @@ def run(tmp_path: Path):
 def test_a_rank_that_exits_before_the_other_ranks_has_not_failed(run, first: int):
     output = run("multiprocessing", "meet_under_fabric", "end", str(first))
     assert "exit codes 0 0" in output
-    said = re.findall(r"rank \d knows of .*", output)
-    assert said == [f"rank {rank} knows of None" for rank in (first, 1 - first)]
+    known_failures = re.findall(r"rank \d knows of .*", output)
+    assert known_failures == [f"rank {rank} knows of None" for rank in (first, 1 - first)]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "why"),
+    ("first", "second", "reason"),
     [
         (WAITS, MOVES, "it is active, as in a validation on one rank"),
         (WAITS, COMPUTES, "it computes, or reads, within one call"),
@@ -73,16 +73,16 @@ def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
         (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have finished the stage"),
     ],
 )
-def test_no_rank_is_hung_if(first, second, why):
-    assert stuck(first, second) == (), why
-    assert stuck(second, first) == (), why
+def test_no_rank_is_hung_if(first, second, reason):
+    assert stuck(first, second) == (), reason
+    assert stuck(second, first) == (), reason
 
 
 def test_an_active_rank_keeps_inactive_ranks_from_being_hung():
     assert stuck(WAITS, SLEEPS, MOVES) == ()
 
 
-def test_an_unresponsive_rank_is_hung_whatever_its_last_status():
+def test_an_unresponsive_rank_is_hung_for_any_last_status():
     assert stuck(WAITS, MOVES, ages={1: 301}) == (1,)
     assert stuck(WAITS, MOVES, ages={1: 299}) == ()
     assert stuck(replace(WAITS, in_collective_s=400), MOVES, ages={0: 301}) == ()  # then, no rank waits
@@ -93,18 +93,18 @@ def test_ranks_that_all_wait_for_each_other_are_hung():
 
 
 def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
-    left = replace(MOVES, state="finished", in_collective_s=301)
-    assert stuck(left, SLEEPS) == (1,)
+    finished = replace(MOVES, state="finished", in_collective_s=301)
+    assert stuck(finished, SLEEPS) == (1,)
     assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 301}) == (1,)  # rank 0's process has exited since
     # Rank 1 may have waited for rank 0 before rank 0 finished the stage, and may be about to publish new activity.
-    assert stuck(replace(left, in_collective_s=299), SLEEPS) == ()
+    assert stuck(replace(finished, in_collective_s=299), SLEEPS) == ()
     assert stuck(replace(MOVES, state="exited"), SLEEPS, ages={0: 299}) == ()
 
 
 def test_sleep_between_stages_is_a_hang_once_a_peer_waits_in_the_next_stage():
-    left = replace(SLEEPS, state="finished", in_collective_s=301)
-    assert stuck(replace(WAITS, stage=2), left) == (1,)
-    assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()
+    finished = replace(SLEEPS, state="finished", in_collective_s=301)
+    assert stuck(replace(WAITS, stage=2), finished) == (1,)
+    assert stuck(replace(WAITS, stage=2), replace(finished, idle_s=0)) == ()
 
 
 def test_a_rank_at_the_same_line_in_another_collective_is_active():
@@ -173,7 +173,7 @@ def test_no_random_sequence_of_active_ranks_is_a_hang():
 
 
 @pytest.mark.parametrize("by", [0, 1])
-def test_the_report_has_the_stacks_whichever_rank_detected_the_hang_first(by):
+def test_the_report_has_the_stacks_for_any_rank_that_detected_the_hang(by):
     failure = Failure(
         (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, kind="hang"
     )

@@ -30,7 +30,7 @@ class Clock:
 
 
 class Ranks:
-    """Ranks of several hosts, whose monitors publish when a test calls :meth:`look`."""
+    """Ranks of several hosts, whose monitors publish when a test calls :meth:`update`."""
 
     def __init__(self, *of_hosts: list[int]) -> None:
         self.peers = {rank: Peer(rank, str(host), rank, 0.0) for host, ranks in enumerate(of_hosts) for rank in ranks}
@@ -44,21 +44,21 @@ class Ranks:
     def __getitem__(self, rank: int) -> RemoteStatus:
         return self.by_rank[rank]
 
-    def look(self, failures: dict[int, Failure], *without: int) -> None:
+    def update(self, failures: dict[int, Failure], *without: int) -> None:
         """Lets all ranks except some publish and receive once; ``failures`` has the known failure of each rank."""
         for rank, one in self.by_rank.items():
             if rank not in without:
                 self.waiting[rank].wait(0.0)
-                beside = {
+                local_statuses = {
                     other: replace(self.statuses[other], failure=failures.get(other)) for other in one._local_ranks
                 }
-                one.publish(beside, failures.get(rank))
+                one.publish(local_statuses, failures.get(rank))
 
-    def look_until(self, condition: Callable[[], bool], failures: dict[int, Failure] | None = None, *without) -> None:
+    def update_until(self, condition: Callable[[], bool], failures: dict[int, Failure] | None = None, *without) -> None:
         deadline = time.monotonic() + 30.0
         while not condition():
             assert time.monotonic() < deadline
-            self.look(failures or {}, *without)
+            self.update(failures or {}, *without)
             time.sleep(0.01)
 
 
@@ -73,16 +73,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 def test_rank_0_receives_all_statuses_and_other_ranks_receive_rank_0s(ranks):
     ranks.statuses[4] = RankStatus(4, heartbeat=7, stack="at work\n" * WINDOW_NUM_BYTES)  # only the end fits
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4} and ranks[0].statuses[4].heartbeat == 7)
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4} and ranks[0].statuses[4].heartbeat == 7)
     assert ranks[0].statuses[4].stack.endswith("at work\n")
     assert ranks[2].statuses == {0: RankStatus(0)}
     ranks.statuses[0] = RankStatus(0, heartbeat=5)
-    ranks.look_until(lambda: ranks[2].statuses == {0: RankStatus(0, heartbeat=5)})
+    ranks.update_until(lambda: ranks[2].statuses == {0: RankStatus(0, heartbeat=5)})
     assert ranks[1].statuses == ranks[3].statuses == {}
 
 
 def test_a_linked_rank_without_a_status_is_known(ranks):
-    ranks.look_until(lambda: ranks[0].statuses == {rank: RankStatus(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
+    ranks.update_until(lambda: ranks[0].statuses == {rank: RankStatus(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
     assert ranks[2].statuses == {0: RankStatus(0)}
 
 
@@ -93,73 +93,73 @@ def test_rank_0_expects_the_first_status_of_a_rank_for_a_while(ranks, monkeypatc
         later.setattr(remote_status, "time", clock)
         clock.ahead_s += 2 * HOST_LOSS_TIMEOUT_S
         assert ranks[0].unknown_ranks() == set()
-    ranks.look_until(lambda: not ranks[0].unknown_ranks())
+    ranks.update_until(lambda: not ranks[0].unknown_ranks())
     assert ranks[0].statuses.keys() == {2, 3, 4}
 
 
-@pytest.mark.parametrize("knows", [0, 2])
-def test_a_failure_reaches_every_host_at_once(ranks, monkeypatch, knows):
-    clock, hears = Clock(), 2 - knows
+@pytest.mark.parametrize("sender", [0, 2])
+def test_a_failure_reaches_every_host_at_once(ranks, monkeypatch, sender):
+    clock, receiver = Clock(), 2 - sender
     monkeypatch.setattr(remote_status, "time", clock)
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    monkeypatch.setattr(ranks[knows], "_published_at", clock.monotonic() + 1000)  # no status is due
-    ranks.look_until(lambda: ranks[hears].statuses[knows].failure == FAILURE, {knows: FAILURE})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    monkeypatch.setattr(ranks[sender], "_published_at", clock.monotonic() + 1000)  # no status is due
+    ranks.update_until(lambda: ranks[receiver].statuses[sender].failure == FAILURE, {sender: FAILURE})
 
 
 def test_votes_and_decisions_reach_every_host_at_once(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     for one in ranks.by_rank.values():
         monkeypatch.setattr(one, "_published_at", clock.monotonic() + 1000)
     vote, decision = StopVote((1, 0), True, (3, 0)), StopDecision((1, 0), (3, 0))
     ranks.statuses[4] = RankStatus(4, stop_vote=vote)
-    ranks.look_until(lambda: ranks[0].statuses[4].stop_vote == vote)
+    ranks.update_until(lambda: ranks[0].statuses[4].stop_vote == vote)
     ranks.statuses[0] = RankStatus(0, stop_decision=decision)
-    ranks.look_until(lambda: ranks[2].statuses[0].stop_decision == decision)
+    ranks.update_until(lambda: ranks[2].statuses[0].stop_decision == decision)
 
 
-@pytest.mark.parametrize("knows", [0, 2])
-def test_a_status_published_while_a_failure_is_received_contains_the_failure(ranks, knows):
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks[knows]._published_at = 0.0
-    read_before = {rank: RankStatus(rank, heartbeat=9) for rank in ranks[knows]._local_ranks}
-    ranks[knows].publish(read_before, FAILURE)
-    ranks.look_until(lambda: ranks[2 - knows].statuses[knows].heartbeat == 9, {}, knows)
-    assert ranks[2 - knows].statuses[knows].failure == FAILURE
+@pytest.mark.parametrize("sender", [0, 2])
+def test_a_status_published_while_a_failure_is_received_contains_the_failure(ranks, sender):
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks[sender]._published_at = 0.0
+    read_before = {rank: RankStatus(rank, heartbeat=9) for rank in ranks[sender]._local_ranks}
+    ranks[sender].publish(read_before, FAILURE)
+    ranks.update_until(lambda: ranks[2 - sender].statuses[sender].heartbeat == 9, {}, sender)
+    assert ranks[2 - sender].statuses[sender].failure == FAILURE
 
 
 def test_the_next_rank_of_a_host_replaces_its_leader(ranks):
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks.statuses[2] = RankStatus(2, state="exited")
     ranks[2].close()
     ranks.statuses[3], ranks.statuses[4] = RankStatus(3, heartbeat=9), RankStatus(4, heartbeat=9)
-    ranks.look_until(lambda: (ranks[0].statuses[3].heartbeat, ranks[0].statuses[4].heartbeat) == (9, 9), {}, 2)
+    ranks.update_until(lambda: (ranks[0].statuses[3].heartbeat, ranks[0].statuses[4].heartbeat) == (9, 9), {}, 2)
     assert ranks[3].statuses.keys() == {0}
     assert ranks[4].statuses == {}
     assert ranks[0]._links.disconnected == set()
     ranks[3]._links.abort()  # as the kernel does when the process exits
-    ranks.look_until(lambda: ranks[0]._links.disconnected == {3}, {}, 2, 3)
+    ranks.update_until(lambda: ranks[0]._links.disconnected == {3}, {}, 2, 3)
 
 
 def test_a_rank_sends_a_failure_in_place_of_its_unresponsive_host_leader(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks.look({3: FAILURE}, 2)
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update({3: FAILURE}, 2)
     assert 3 not in ranks[0]._links.ranks
     clock.ahead_s += remote_status.LEADER_DETECTION_S
-    ranks.look_until(lambda: ranks[0].statuses[3].failure == FAILURE, {3: FAILURE}, 2)
+    ranks.update_until(lambda: ranks[0].statuses[3].failure == FAILURE, {3: FAILURE}, 2)
     # A rank that closes its links sends its failure immediately.
     ranks[4]._published_failure = FAILURE
     ranks[4].close()
-    ranks.look_until(lambda: ranks[0].statuses[4].failure == FAILURE, {}, 2)
+    ranks.update_until(lambda: ranks[0].statuses[4].failure == FAILURE, {}, 2)
 
 
 def test_a_host_that_sends_nothing_is_not_lost_while_its_kernel_responds(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     clock.ahead_s += 1000
     assert [one.lost_ranks() for one in ranks.by_rank.values()] == [[]] * 5
     ranks[0]._links.unreachable.add(2)  # tests with network namespaces cover the kernel's report
@@ -172,11 +172,11 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
     for one in ranks.by_rank.values():
         one._lost_s = 100.0  # a busy machine does not reach this timeout
         one._links.kept_alive = set()
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks[0]._links.kept_alive = set()
     clock.ahead_s += 70
     ranks.statuses[2] = RankStatus(2, heartbeat=1)
-    ranks.look_until(lambda: ranks[0].statuses[2].heartbeat == 1)
+    ranks.update_until(lambda: ranks[0].statuses[2].heartbeat == 1)
     clock.ahead_s += 70
     assert ranks[0].lost_ranks() == []
     clock.ahead_s += 70
@@ -185,17 +185,17 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
     ranks[0].reset_timeouts()  # as after a stop of this process
     assert ranks[0].lost_ranks() == []
     ranks[2].close()  # a rank that closes its link is not lost
-    ranks.look_until(lambda: not ranks[0]._links.ranks, {}, 2)
+    ranks.update_until(lambda: not ranks[0]._links.ranks, {}, 2)
     clock.ahead_s += 1000
     assert ranks[0].lost_ranks() == []
 
 
 def test_a_new_leader_that_cannot_connect_logs_no_warning(ranks, caplog):
-    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks[0].close()  # its process has exited
     ranks.statuses[2] = RankStatus(2, state="exited")
     with caplog.at_level(logging.WARNING):
-        ranks.look_until(lambda: ranks[3]._has_connected, {}, 0)
+        ranks.update_until(lambda: ranks[3]._has_connected, {}, 0)
     assert caplog.records == []
 
 
@@ -204,7 +204,7 @@ def test_an_unreachable_coordinator_is_logged_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         ranks = Ranks([0], [1])
         for _ in range(3):
-            ranks.look({})
+            ranks.update({})
     (record,) = caplog.records
     assert "rank 1 cannot connect to rank 0" in record.getMessage()
     assert "127.0.0.1" in record.getMessage()

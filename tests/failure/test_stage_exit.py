@@ -169,8 +169,8 @@ def test_a_rank_that_is_killed_outside_of_collectives_fails_the_job(tmp_path: Pa
     assert re.search(r"rank 1 on .* failed first.*\n.*was killed by SIGKILL", result.stdout), result.stdout
 
 
-def linger_for(
-    does: Callable[[StageExitHandler], None] | None, num_hosts: int, lingering: int
+def wait_at_exit(
+    does: Callable[[StageExitHandler], None] | None, num_hosts: int, waiting_rank: int
 ) -> tuple[list[int], float] | None:
     rank = int(os.environ["LOCAL_RANK"])
     if num_hosts == 2:
@@ -179,7 +179,7 @@ def linger_for(
     monitor = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
     monitor.begin_stage(None)
     handler = StageExitHandler(monitor, ends_with_process=False)
-    if rank == lingering:
+    if rank == waiting_rank:
         handler.announce_exit(has_failed=False)
         begin = time.monotonic()
         store.set("one lingers", "")
@@ -213,7 +213,7 @@ def raise_an_error(handler: StageExitHandler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "is_failure", "num_hosts", "lingering"),
+    ("does", "is_failure", "num_hosts", "waiting_rank"),
     [
         *(
             (announce_exit, False, 1, 0),
@@ -232,8 +232,8 @@ def raise_an_error(handler: StageExitHandler) -> None:
         ),  # a rank that closes its link is not waited for
     ],
 )
-def test_a_rank_waits_at_its_exit_until_the_other_ranks_finish_fail_or_exit(does, is_failure, num_hosts, lingering):
+def test_a_rank_waits_at_its_exit_until_the_other_ranks_finish_fail_or_exit(does, is_failure, num_hosts, waiting_rank):
     """The wait also works for a rank that has not received a status of another host."""
-    lingered_for, seconds = run_ranks(linger_for, does, num_hosts, lingering)[lingering]
-    assert lingered_for == ([1 - lingering] if is_failure else [])
+    waited_s, seconds = run_ranks(wait_at_exit, does, num_hosts, waiting_rank)[waiting_rank]
+    assert waited_s == ([1 - waiting_rank] if is_failure else [])
     assert seconds >= 1.0

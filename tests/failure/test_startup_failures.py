@@ -30,7 +30,7 @@ if __name__ == "__main__":
 """
 LAST_LINE = PORT_IS_TAKEN.splitlines()[-1]
 
-THEN_GOES_ON = """
+THEN_CONTINUES = """
 if __name__ == "__main__":
     import time
 
@@ -45,16 +45,16 @@ if __name__ == "__main__":
 
 def test_a_script_that_catches_the_failure_continues_without_the_other_ranks(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(PORT_IS_TAKEN.replace(LAST_LINE, "") + THEN_GOES_ON)
+    script.write_text(PORT_IS_TAKEN.replace(LAST_LINE, "") + THEN_CONTINUES)
     pids.mkdir()
     process = start_script(script, pids)
     try:
         output, _ = process.communicate(timeout=300)
     finally:
-        left = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
-        for pid in left:
+        remaining = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
+        for pid in remaining:
             kill_tree(pid)
-    assert left == []
+    assert remaining == []
     assert process.returncode == 0, output
     assert re.search("continues after (DistNetworkError|RuntimeError)", output), output  # RuntimeError before torch 2.7
     assert "before the ranks had connected" not in output
@@ -70,10 +70,10 @@ def test_all_processes_exit_if_the_port_of_the_rendezvous_is_taken(tmp_path):
         assert process.returncode == 1, output
         assert "EADDRINUSE" in output
     finally:
-        left = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
-        for pid in left:
+        remaining = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
+        for pid in remaining:
             kill_tree(pid)
-    assert left == []
+    assert remaining == []
 
 
 def test_ranks_of_one_host_need_no_port(tmp_path):

@@ -64,7 +64,7 @@ def agreement_at(*steps: str) -> StopAgreement:
 TRAIN, EVALUATION, AT_POINT = "before_train_step", "before_evaluation_step", "at_point"
 
 
-def test_points_have_equal_numbers_whatever_the_number_of_evaluation_steps():
+def test_points_have_equal_numbers_for_any_number_of_evaluation_steps():
     assert agreement_at(TRAIN, AT_POINT, EVALUATION).position == (1, POINT + 1)
     for num_steps in (0, 1, 5):
         assert agreement_at(TRAIN, AT_POINT, *[EVALUATION] * num_steps, AT_POINT).position == (1, 2 * POINT)
@@ -100,7 +100,7 @@ def test_a_rank_that_has_recorded_a_point_may_still_stop_there(last_step, must_s
 LAST = 2
 
 
-class DieDuringAgreement(Callback):
+class ExitDuringAgreement(Callback):
     """After five steps, rank 1 receives a SIGTERM. Rank 2 is stopped and does not vote until it is killed."""
 
     def __init__(self, directory: Path) -> None:
@@ -125,7 +125,7 @@ class DieDuringAgreement(Callback):
 
 
 def train(directory: Path) -> None:
-    fit("ddp_ext", devices=3, max_epochs=-1, callbacks=[DieDuringAgreement(directory)])
+    fit("ddp_ext", devices=3, max_epochs=-1, callbacks=[ExitDuringAgreement(directory)])
 
 
 @pytest.mark.processes

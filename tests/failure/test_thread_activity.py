@@ -240,7 +240,7 @@ def test_a_status_table_cannot_be_truncated():
     table.close()
 
 
-LOOKED_AT = """
+SAMPLED_SCRIPT = """
 import gc
 import threading
 import time
@@ -285,6 +285,6 @@ print(gc.isenabled())
 @pytest.mark.processes
 def test_garbage_may_be_collected_while_a_thread_is_sampled(tmp_path):
     script = tmp_path / "looked_at.py"
-    script.write_text(LOOKED_AT)
+    script.write_text(SAMPLED_SCRIPT)
     result = run_script(script)
     assert (result.returncode, result.stdout.split()) == (0, ["True", "False"]), result.stdout

@@ -36,7 +36,7 @@ def test_all_ranks_exit_soon_and_report_the_reason(case: Case, tmp_path: Path):
     assert result.problems == [], result.output
 
 
-def test_there_is_a_case_of_each_kind_at_each_moment():
+def test_the_cases_cover_each_kind_at_each_moment():
     cases = list(all_cases())
     assert len(cases) > 1000
     assert {case.kind for case in cases} == set(KINDS)

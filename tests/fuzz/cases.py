@@ -154,15 +154,15 @@ def possible(case: Case) -> Case:
     if case.kill or case.compression or case.uneven:
         # Elastic ranks, compressed gradients, and ranks with different numbers of batches have no reference.
         features = {"kill": case.kill, "compression": case.compression, "uneven": case.uneven}
-        kept = next(name for name, value in features.items() if value)
-        changes |= {"kill": 0, "compression": "", "uneven": "", kept: features[kept], "reference": "none"}
-        changes |= {"data": "iterable" if kept == "uneven" else "map", "static_graph": False, "unfreeze": False}
+        remaining = next(name for name, value in features.items() if value)
+        changes |= {"kill": 0, "compression": "", "uneven": "", remaining: features[remaining], "reference": "none"}
+        changes |= {"data": "iterable" if remaining == "uneven" else "map", "static_graph": False, "unfreeze": False}
         changes |= {"world_size": 2, "sync_batchnorm": False}
         if "sparse_embedding" in has:
             changes["optimizer"] = "sgd"  # Adam and some others refuse sparse gradients
             if case.clip and case.clip[0] == "value":
                 changes["clip"] = None  # torch clips dense gradients only
-        if kept == "kill":
+        if remaining == "kill":
             changes |= {"later": (), "max_steps": -1, "callback": "", "val_check_interval": 1.0}
     elif spawned and (case.reference == "one" or case.unfreeze or case.static_graph):
         changes |= {"reference": "ddp", "unfreeze": False, "static_graph": False}

@@ -122,9 +122,9 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
     tolerance = TOLERANCE if case.is_close_enough else 0.0
     tolerance_of_metrics = max(tolerance, TOLERANCE_OF_METRICS if case.world_size > 2 else 0.0)
 
-    def compare(mine: Any, other: Any, where: str) -> Any:
-        for names, limit in (({*mine, *other} - {*METRICS}, tolerance), (METRICS, tolerance_of_metrics)):
-            parts = [{key: state[key] for key in state if key in names} for state in (mine, other)]
+    def compare(own: Any, other: Any, where: str) -> Any:
+        for names, limit in (({*own, *other} - {*METRICS}, tolerance), (METRICS, tolerance_of_metrics)):
+            parts = [{key: state[key] for key in state if key in names} for state in (own, other)]
             yield from differences(*parts, where, limit)
 
     for number in range(num_stages):
@@ -152,10 +152,10 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
         # The state of the process that calls the Trainer, and the return value of the stage.
         for rank, outcome in enumerate(ours):
             other = theirs[rank] if len(theirs) > rank else theirs[0]
-            mine, reference = outcome.states[number], other.states[number]
+            own, reference = outcome.states[number], other.states[number]
             if case.reference == "one" or draws_otherwise:
-                mine["random"] = _ANY
-            yield from compare(mine, reference, f"{number} {stage}: caller {rank}")
+                own["random"] = _ANY
+            yield from compare(own, reference, f"{number} {stage}: caller {rank}")
         returned = [outcome.returned[number] for outcome in ours]
         expected = [outcome.returned[number] for outcome in theirs]
         if stage == "predict":
@@ -228,11 +228,11 @@ def _compare_checkpoints(directory: Path, tolerance: float) -> Any:
         yield f"checkpoints: {sorted(files[0])} and {sorted(files[1])}"
         return
     for name in files[0]:
-        mine, other = (
+        own, other = (
             _without_paths(torch.load(one[name], weights_only=False), str(directory / run))
             for one, run in zip(files, ("ours", "theirs"), strict=True)
         )
-        yield from differences(mine, other, f"checkpoint {name}", tolerance)
+        yield from differences(own, other, f"checkpoint {name}", tolerance)
 
 
 def _without_paths(value: Any, directory: str) -> Any:
@@ -243,42 +243,42 @@ def _without_paths(value: Any, directory: str) -> Any:
     return value
 
 
-def differences(mine: Any, other: Any, where: str, tolerance: float = 0.0) -> Any:
+def differences(own: Any, other: Any, where: str, tolerance: float = 0.0) -> Any:
     """Yields the differences of two values of builtin types and tensors."""
-    if mine is _ANY:
+    if own is _ANY:
         return
-    if isinstance(mine, Tensor) and isinstance(other, Tensor):
-        if mine.is_sparse and other.is_sparse:
-            yield from differences(mine.to_dense(), other.to_dense(), where, tolerance)
-        elif mine.dtype != other.dtype or mine.shape != other.shape:
-            yield f"{where}: {mine.dtype} {tuple(mine.shape)} and {other.dtype} {tuple(other.shape)}"
-        elif mine.is_floating_point() and tolerance:
-            if not torch.allclose(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True):
-                yield f"{where}: differs by {(mine - other).abs().max()}"
-        elif not torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0)):
-            yield f"{where}: differs by {(mine.double() - other.double()).abs().max()}"
-    elif isinstance(mine, dict) and isinstance(other, dict):
-        if mine.keys() != other.keys():
-            yield f"{where}: keys {sorted(map(str, mine.keys() ^ other.keys()))} on one side only"
-        for key in mine:
+    if isinstance(own, Tensor) and isinstance(other, Tensor):
+        if own.is_sparse and other.is_sparse:
+            yield from differences(own.to_dense(), other.to_dense(), where, tolerance)
+        elif own.dtype != other.dtype or own.shape != other.shape:
+            yield f"{where}: {own.dtype} {tuple(own.shape)} and {other.dtype} {tuple(other.shape)}"
+        elif own.is_floating_point() and tolerance:
+            if not torch.allclose(own, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+                yield f"{where}: differs by {(own - other).abs().max()}"
+        elif not torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0)):
+            yield f"{where}: differs by {(own.double() - other.double()).abs().max()}"
+    elif isinstance(own, dict) and isinstance(other, dict):
+        if own.keys() != other.keys():
+            yield f"{where}: keys {sorted(map(str, own.keys() ^ other.keys()))} on one side only"
+        for key in own:
             if key in other:
-                yield from differences(mine[key], other[key], f"{where}.{key}", tolerance)
-    elif isinstance(mine, list | tuple) and isinstance(other, list | tuple):
-        if len(mine) != len(other):
-            first = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if _differ(a, b)), None)
-            yield f"{where}: {len(mine)} and {len(other)} entries, from {first} on: {mine[-3:]}, {other[-3:]}"
+                yield from differences(own[key], other[key], f"{where}.{key}", tolerance)
+    elif isinstance(own, list | tuple) and isinstance(other, list | tuple):
+        if len(own) != len(other):
+            first = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if _differ(a, b)), None)
+            yield f"{where}: {len(own)} and {len(other)} entries, from {first} on: {own[-3:]}, {other[-3:]}"
             return
-        for index, (one, two) in enumerate(zip(mine, other, strict=True)):
+        for index, (one, two) in enumerate(zip(own, other, strict=True)):
             yield from differences(one, two, f"{where}[{index}]", tolerance)
-    elif isinstance(mine, float) and isinstance(other, float):
-        if mine != other and not (mine != mine and other != other) and abs(mine - other) > tolerance * (1 + abs(mine)):
-            yield f"{where}: {mine} and {other}"
-    elif type(mine) is not type(other) or (_is_plain(mine) and mine != other):
-        yield f"{where}: {mine!r} and {other!r}"
+    elif isinstance(own, float) and isinstance(other, float):
+        if own != other and not (own != own and other != other) and abs(own - other) > tolerance * (1 + abs(own)):
+            yield f"{where}: {own} and {other}"
+    elif type(own) is not type(other) or (_is_plain(own) and own != other):
+        yield f"{where}: {own!r} and {other!r}"
 
 
-def _differ(mine: Any, other: Any) -> bool:
-    return any(True for _ in differences(mine, other, ""))
+def _differ(own: Any, other: Any) -> bool:
+    return any(True for _ in differences(own, other, ""))
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,7 +24,7 @@ from benchmarks.horovod_commands import BIN, start_of
 from benchmarks.rank_launcher import free_port
 from tests.fuzz.cases import Case
 from tests.fuzz.training import Outcome
-from tests.support.ranks import REPOSITORY, SELDOM, WITHOUT_MPI, clean_environment, kill_tree
+from tests.support.ranks import LONG_CYCLE, REPOSITORY, WITHOUT_MPI, clean_environment, kill_tree
 
 #: Time limit of a case in seconds, which only a hang reaches: most cases take a second.
 CASE_LIMIT_S = 120.0
@@ -97,7 +97,7 @@ class Pool:
         environment = {**clean_environment(), **WITHOUT_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         command = [sys.executable, "-m", "tests.fuzz.pool", str(self._directory), str(os.getpid())]
         if self.kind == "horovod":
-            environment |= SELDOM | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+            environment |= LONG_CYCLE | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
             self._start_one([*start_of("horovodrun", self.world_size), *command], environment, "all")
             return
         for rank in range(self.world_size):

@@ -361,7 +361,7 @@ class Recorder(pl.Callback):
         self.hooks, self.samples = [], []
         _recorder = self
 
-    def note(self, owner: str, name: str, args: tuple[Any, ...]) -> None:
+    def record(self, owner: str, name: str, args: tuple[Any, ...]) -> None:
         self.hooks.append(f"{owner}.{name}")
         if owner == "callback" and name.endswith("_batch_start"):
             self.samples.append((name, numbers_in(args[2])))
@@ -384,7 +384,7 @@ def numbers_in(batch: Any) -> list[int]:
 
 def _recording(name: str) -> Callable[..., Any]:
     def hook(self: Recorder, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.note("callback", name, (trainer, *args, *kwargs.values()))
+        self.record("callback", name, (trainer, *args, *kwargs.values()))
 
     hook.__name__, hook.__qualname__ = name, f"Recorder.{name}"
     return hook
@@ -395,7 +395,7 @@ def _recording_module(name: str) -> Callable[..., Any]:
 
     def hook(self: Model, *args: Any, **kwargs: Any) -> Any:
         if _recorder is not None:
-            _recorder.note("module", name, ())
+            _recorder.record("module", name, ())
         return original(self, *args, **kwargs)
 
     hook.__name__, hook.__qualname__ = name, f"Model.{name}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.devices import ON_CPU, Ranks, why_no_two_ranks
+from tests.gpu.devices import ON_CPU, Ranks, two_ranks_skip_reason
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,6 +25,6 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Ranks:
-    if reason := why_no_two_ranks():
+    if reason := two_ranks_skip_reason():
         pytest.skip(reason)
     return Ranks(2)

@@ -61,7 +61,7 @@ def run_main(body: Callable[..., Any], num_devices: int, *args: Any) -> Any:
 
 
 @cache
-def why_no_two_ranks() -> str | None:
+def two_ranks_skip_reason() -> str | None:
     """Returns why two ranks are not possible; None if there are two GPUs, or NCCL lets two ranks share one GPU."""
     if ON_CPU or NUM_GPUS > 1:
         return None

@@ -59,7 +59,7 @@ def test_all_ranks_exit_soon_and_report_the_reason(case: Case, two_ranks: Ranks,
     print(f"{case}: {result.seconds:.1f} s, exit codes {result.exit_codes}\n{result.output}")
 
 
-def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tuple[bool, ...]) -> list[str]:
+def save_after_an_abort(where: dict[str, Any], directory: Path, waits_in: tuple[bool, ...]) -> list[str]:
     """Returns the longest pause of other threads during the save on rank 0, and the names of the checkpoints."""
     fabric = Fabric(strategy="ddp_ext", **where)
     fabric.launch()
@@ -69,26 +69,26 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
         dist.all_reduce(tensor, group=group)
     fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / f"good{fabric.global_rank}.ckpt")
     fabric.barrier()
-    stood_still: list[float] = [0.0]
+    blocked_s: list[float] = [0.0]
 
     def cut_off() -> None:
         begin = before = time.monotonic()
         while before - begin < 1.5:
             time.sleep(0.01)
             now = time.monotonic()
-            before, stood_still[0] = now, max(stood_still[0], now - before)
+            before, blocked_s[0] = now, max(blocked_s[0], now - before)
         disconnect.abort()
 
     if fabric.global_rank == 0:
-        for is_made_beside in waits_in:
-            dist.all_reduce(tensor.clone(), group=groups[is_made_beside])  # which the other rank does not enter
+        for is_in_other_group in waits_in:
+            dist.all_reduce(tensor.clone(), group=groups[is_in_other_group])  # which the other rank does not enter
         threading.Thread(target=cut_off).start()
         with pytest.raises(dist.DistBackendError, match="were aborted"):
             fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / "bad.ckpt")
         (directory / "is over").touch()
     while not (directory / "is over").exists():
         time.sleep(0.05)
-    return [f"{stood_still[0]:.2f} s", *sorted(path.name for path in directory.glob("*.ckpt"))]
+    return [f"{blocked_s[0]:.2f} s", *sorted(path.name for path in directory.glob("*.ckpt"))]
 
 
 @cuda_only
@@ -96,6 +96,6 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tupl
 def test_the_result_of_an_aborted_exchange_is_in_no_checkpoint(
     waits_in: tuple[bool, ...], two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path, waits_in)[0]
+    blocked_s, *names = two_ranks.run(save_after_an_abort, tmp_path, waits_in)[0]
     assert names == ["good0.ckpt", "good1.ckpt"]
-    assert float(stood_still.removesuffix(" s")) < 1
+    assert float(blocked_s.removesuffix(" s")) < 1

@@ -14,7 +14,7 @@ from tests.support.shared_gpu import pass_for_own_host
 pytestmark = pytest.mark.processes
 
 
-def why_no_horovod() -> str | None:
+def horovod_skip_reason() -> str | None:
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed (python -m lightning_strategies_ext install-horovod --nccl)"
     import horovod.torch as hvd
@@ -24,7 +24,7 @@ def why_no_horovod() -> str | None:
 
 @pytest.fixture(autouse=True, scope="module")
 def needs_horovod() -> None:
-    if reason := why_no_horovod():
+    if reason := horovod_skip_reason():
         pytest.skip(reason)
 
 
@@ -45,7 +45,7 @@ def train_ranks(where: dict[str, Any], accumulate: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_it_trains_as_ddp_ext_does(ranks: Ranks, accumulate: int) -> None:
+def test_horovod_trains_as_ddp_ext_does(ranks: Ranks, accumulate: int) -> None:
     launcher = "horovodrun" if ranks.world_size == 1 else "horovodrun on two hosts"
     found = run_horovod(launcher, train, accumulate, num_ranks=ranks.world_size)
     expected = ranks.run(train_ranks, accumulate)[0]

@@ -80,7 +80,7 @@ def waits_per_step(where: dict[str, Any], strategy: str, make_model: type[InMemo
     return {name: (twice[name] - once[name]) / STEPS for name in WAITS if twice[name] != once[name]}
 
 
-def test_no_step_of_ours_makes_the_host_wait(ranks: Ranks) -> None:
+def test_no_step_makes_the_host_wait(ranks: Ranks) -> None:
     assert ranks.run(waits_per_step, "ddp_ext", InMemory) == [{}] * ranks.world_size
 
 

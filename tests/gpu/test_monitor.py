@@ -40,7 +40,7 @@ def monitored(where: dict[str, Any], directory: str) -> dict[str, Any]:
     }
 
 
-def test_it_changes_nothing_and_its_times_add_up(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_monitor_changes_no_weights_and_its_times_add_up(ranks: Ranks, tmp_path: Path) -> None:
     first, *others = ranks.run(monitored, str(tmp_path))
     for found in (first, *others):
         assert_same_bits(*found["states"])
@@ -71,7 +71,7 @@ def waits_of_monitored(where: dict[str, Any], directory: str) -> dict[str, float
     return waits_per_step(where, "ddp_ext", Monitored)
 
 
-def test_steps_that_it_does_not_observe_make_the_host_wait_no_more_than_without(ranks: Ranks, tmp_path: Path) -> None:
+def test_unobserved_steps_make_the_host_wait_no_more_than_without_the_monitor(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(waits_of_monitored, str(tmp_path)) == [{}] * ranks.world_size
     assert (tmp_path / "trace.json").exists()
 
@@ -80,18 +80,18 @@ def choose(where: dict[str, Any]) -> tuple[list[str], list[dict[str, Tensor]]]:
     bucket_search.SIZES_MB = (1.0, 4.0)  # type: ignore[misc]
     turns = (len(bucket_search.SIZES_MB) + 1) * bucket_search.NUM_REPEATS
     num_steps = turns * (bucket_search.NUM_WARMUP + bucket_search.NUM_MEASURED) + 8
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     options = {"max_epochs": -1, "max_steps": num_steps, "deterministic": True, **where}
     models = [fit(strategy, Large, **options)[1] for strategy in (DDPStrategy(bucket_cap_mb="auto"), "ddp_ext")]
-    return [line for line in said if "bucket_cap_mb" in line], [state_of(model) for model in models]
+    return [line for line in messages if "bucket_cap_mb" in line], [state_of(model) for model in models]
 
 
-def test_a_bucket_size_is_measured_and_chosen_and_changes_nothing(two_ranks: Ranks) -> None:
+def test_a_bucket_size_is_measured_and_chosen_without_a_change_of_weights(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(choose)
-    said = "".join(first[0])
-    assert re.match(r"`bucket_cap_mb='auto'`: set to (bucket_cap_mb=[14]|DDP's default sizes)", said), said
+    log_text = "".join(first[0])
+    assert re.match(r"`bucket_cap_mb='auto'`: set to (bucket_cap_mb=[14]|DDP's default sizes)", log_text), log_text
     for _, states in (first, second):
         assert_same_bits(*states)

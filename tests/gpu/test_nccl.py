@@ -18,7 +18,7 @@ def touch_the_device(where: dict[str, Any]) -> tuple[bool, float]:
     return torch.cuda.is_initialized(), torch.ones(1, device=DEVICE_TYPE).item()
 
 
-def test_what_ranks_are_forked_from_has_touched_no_gpu(ranks: Ranks) -> None:
+def test_the_process_that_ranks_are_forked_from_has_used_no_gpu(ranks: Ranks) -> None:
     assert ranks.run(touch_the_device) == [(False, 1.0)] * ranks.world_size
 
 
@@ -36,7 +36,7 @@ def group_of_trainer(where: dict[str, Any]) -> tuple[Any, ...]:
     return type(strategy), dist.get_backend(), dist.get_world_size(), strategy.root_device.type, model.device.type
 
 
-def test_a_trainer_joins_nccl_with_one_rank_too_and_gives_the_module_back_on_the_cpu(ranks: Ranks) -> None:
+def test_a_trainer_of_any_size_joins_nccl_and_returns_the_module_on_the_cpu(ranks: Ranks) -> None:
     assert ranks.run(group_of_trainer) == [(DDPStrategy, BACKEND, ranks.world_size, DEVICE_TYPE, "cpu")] * (
         ranks.world_size
     )
@@ -47,10 +47,8 @@ OBJECTS = [True, None, {"path": "best.ckpt", "step": 3}, list(range(5000)), torc
 
 def broadcast_objects(where: dict[str, Any]) -> list[Any]:
     fabric = launched(where)
-    mine = [
-        [fabric.global_rank, thing] for thing in OBJECTS
-    ]  # rank 0's object on all ranks, with one or two collectives
-    received = [fabric.broadcast(pair) for pair in mine]
+    own = [[fabric.global_rank, obj] for obj in OBJECTS]  # rank 0's object on all ranks, with one or two collectives
+    received = [fabric.broadcast(pair) for pair in own]
     with pytest.raises(RuntimeError, match="Broadcast from rank 0 failed"):
         fabric.broadcast(lambda: 0)
     fabric.barrier("after the broadcasts")
@@ -59,7 +57,7 @@ def broadcast_objects(where: dict[str, Any]) -> list[Any]:
 
 def test_objects_are_broadcast_and_one_that_cannot_be_fails_on_every_rank(ranks: Ranks) -> None:
     for received in ranks.run(broadcast_objects):
-        assert str(received) == str([[0, thing] for thing in OBJECTS])
+        assert str(received) == str([[0, obj] for obj in OBJECTS])
 
 
 def reduce_tensors(where: dict[str, Any]) -> list[Any]:
@@ -107,7 +105,7 @@ def gather_tensors(where: dict[str, Any]) -> list[Any]:
     return [gathered.tolist(), tensor.grad.tolist(), flags.flatten().tolist()]
 
 
-def test_gathering_carries_gradients_and_dtypes_that_nccl_lacks(ranks: Ranks) -> None:
+def test_all_gather_supports_gradients_and_dtypes_that_nccl_lacks(ranks: Ranks) -> None:
     n = ranks.world_size
     total = float(n * (n + 1) // 2)
     expected = [[[rank + 1.0] * 2 for rank in range(n)], [total] * 2, [rank == 0 for rank in range(n)]]
@@ -128,7 +126,7 @@ def broadcast_tensors_of_the_host(where: dict[str, Any]) -> list[Any]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_tensors_of_the_host_are_broadcast_too(ranks: Ranks) -> None:
+def test_tensors_in_host_memory_are_broadcast(ranks: Ranks) -> None:
     expected = [[[0, 3], [1, 4], [2, 5]], 1, [True, True], [], [[[[1, 1]] * 2] * 2] * 2]
     assert ranks.run(broadcast_tensors_of_the_host) == [expected] * ranks.world_size
 
@@ -143,7 +141,7 @@ def reduce_and_gather_tensors_of_the_host(where: dict[str, Any]) -> list[Any]:
     return [each.tolist() for each in (mean, votes, gathered.flatten(), *collectives.gather_list(torch.ones(2)))]
 
 
-def test_tensors_of_the_host_are_reduced_and_gathered_too(ranks: Ranks) -> None:
+def test_tensors_in_host_memory_are_reduced_and_gathered(ranks: Ranks) -> None:
     n = ranks.world_size
     numbers = [rank + 1 for rank in range(n)]
     expected = [[sum(numbers) / n], [n], numbers, *[[1.0, 1.0]] * n]

@@ -19,7 +19,7 @@ num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=t
 # --- dp_ext ---
 
 
-class Placed(MLP):
+class RecordsPlacement(MLP):
     """A net that records the devices of its steps."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Placed(MLP):
         return super().training_step(batch, batch_idx)
 
 
-class PlacedWithBatchNorm(Placed, WithBatchNorm):
+class RecordsPlacementWithBatchNorm(RecordsPlacement, WithBatchNorm):
     pass
 
 
-def train_replicas(where: dict[str, Any], make_model: type[Placed], kwargs: dict[str, Any]) -> list[Any]:
+def train_replicas(where: dict[str, Any], make_model: type[RecordsPlacement], kwargs: dict[str, Any]) -> list[Any]:
     _, ours = fit("dp_ext", make_model, **where, **kwargs)
     _, single = fit("auto", make_model, **{**where, "devices": 1})
     return [state_of(ours.cpu()), state_of(single.cpu()), set(ours.devices)]
@@ -43,10 +43,12 @@ def train_replicas(where: dict[str, Any], make_model: type[Placed], kwargs: dict
 
 @num_devices
 @pytest.mark.parametrize(
-    ("make_model", "kwargs"), [(Placed, {}), (PlacedWithBatchNorm, {"sync_batchnorm": True})], ids=["plain", "norm"]
+    ("make_model", "kwargs"),
+    [(RecordsPlacement, {}), (RecordsPlacementWithBatchNorm, {"sync_batchnorm": True})],
+    ids=["plain", "norm"],
 )
 def test_replicas_train_as_one_device_on_the_whole_batch(
-    make_model: type[Placed], kwargs: dict[str, Any], num_devices: int
+    make_model: type[RecordsPlacement], kwargs: dict[str, Any], num_devices: int
 ) -> None:
     ours, single, devices = run_main(train_replicas, num_devices, make_model, kwargs)
     assert devices == ({"cpu"} if ON_CPU else {f"cuda:{index}" for index in range(num_devices)})
@@ -89,7 +91,7 @@ def train_with_both(where: dict[str, Any], precision: str) -> tuple[Any, Any, st
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_loop_of_fabric_arrives_at_the_bits_of_stock(ranks: Ranks, precision: str) -> None:
+def test_a_fabric_loop_trains_bitwise_as_with_stock(ranks: Ranks, precision: str) -> None:
     for ours, theirs, backend in ranks.run(train_with_both, precision):
         assert backend == BACKEND
         assert_same_bits(ours, theirs)

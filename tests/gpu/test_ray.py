@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPRayStrategy
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
-from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_plan
+from tests.support.elastic_runs import STRATEGY, check_is_as_accurate_as_uninterrupted, run_plan
 from tests.support.elastic_script import Net, Plan, joins_later, kill, once
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.ray_clusters import (
     FOREVER_S,
     HALF,
     PROGRAM_S,
-    assert_nothing_is_left,
+    assert_no_process_remains,
     needs_ray,
     variables_of_own_ray,
 )
@@ -47,7 +47,9 @@ class Located(MLP):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: int, request: pytest.FixtureRequest):
+def test_workers_train_on_the_devices_that_ray_assigns_and_return_all_results(
+    num_workers: int, request: pytest.FixtureRequest
+):
     if num_workers > 1:
         request.getfixturevalue("two_ranks")
     share = HALF_A_GPU if num_workers > 1 else {**HALF, **({} if ON_CPU else {"num_gpus_per_worker": 1})}
@@ -65,7 +67,7 @@ def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: in
     assert not torch.cuda.is_initialized()  # this process must not use GPUs, only its workers
     pids = strategy.launcher.pids
     strategy.close()
-    assert_nothing_is_left(pids)
+    assert_no_process_remains(pids)
 
 
 def train_ranks(where: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -85,11 +87,11 @@ def wait_for_the_replacement(net: Net, at: str) -> None:
 
 
 def test_a_killed_worker_is_restarted_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
-    disturbances = once(kill, rank=1, step=70), joins_later, wait_for_the_replacement
+    faults = once(kill, rank=1, step=70), joins_later, wait_for_the_replacement
     pauses: dict[str, Any] = {"pause_s": 0.02, "pauses_in": [1]}
-    plan = Plan(2, "ray", disturbances, {**HALF_A_GPU, **STRATEGY}, is_on_one_gpu=not ON_CPU, **pauses)
+    plan = Plan(2, "ray", faults, {**HALF_A_GPU, **STRATEGY}, is_on_one_gpu=not ON_CPU, **pauses)
     found = run_plan(plan, env=variables, timeout_s=PROGRAM_S)
     print(found.output)
-    check_is_as_good_as_undisturbed(found)
+    check_is_as_accurate_as_uninterrupted(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2]
     assert found.worlds[1] == (1, 60)

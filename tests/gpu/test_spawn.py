@@ -84,5 +84,5 @@ def fork_after_use(where: dict[str, Any]) -> str:
 
 
 @cuda_only
-def test_a_process_that_has_used_a_gpu_is_not_forked_and_learns_what_to_do() -> None:
+def test_forking_a_process_that_has_used_a_gpu_is_refused_with_the_fix() -> None:
     assert "ddp_spawn_ext" in run_main(fork_after_use, Devices().devices)

@@ -24,14 +24,14 @@ from tests.support.uneven_training import (
 pytestmark = pytest.mark.processes
 
 SHORT = {name: lengths for name, lengths in LENGTHS.items() if name != "even"}
-CASES = [(way, name, kind, steps) for way in ("stop", "join") for name in SHORT for kind in KINDS for steps in (1, 2)]
+CASES = [(mode, name, kind, steps) for mode in ("stop", "join") for name in SHORT for kind in KINDS for steps in (1, 2)]
 #: Maximum distance of the weights from training without compression, after ten steps.
 COMPRESSIONS = {"bf16": 2e-3, "powersgd": 0.3}
 
 
 def train_all(where: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    def trained(way: str, lengths: tuple[int, ...], kind: str, make_model: type[Model], **options: Any) -> Any:
-        strategy = DDPStrategy(uneven_inputs=way, compression=options.pop("compression", None))
+    def trained(mode: str, lengths: tuple[int, ...], kind: str, make_model: type[Model], **options: Any) -> Any:
+        strategy = DDPStrategy(uneven_inputs=mode, compression=options.pop("compression", None))
         return train(strategy, lengths, kind, make_model, {**where, **options})
 
     found: dict[Any, dict[str, Any]] = {
@@ -62,10 +62,10 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_counts_and_logs_are_those_of_the_ranks_that_had_data(case: Any, of_ranks: list[dict[Any, Any]]):
-    way, name, kind, accumulate = case
-    counted = [min(SHORT[name]) if way == "stop" else length for length in SHORT[name]]
+    mode, name, kind, accumulate = case
+    counted = [min(SHORT[name]) if mode == "stop" else length for length in SHORT[name]]
     for found in (rank[case] for rank in of_ranks):
-        assert_near(found["weights"], reference(way, SHORT[name], kind, accumulate))
+        assert_near(found["weights"], reference(mode, SHORT[name], kind, accumulate))
         assert found["global_step"] == NUM_EPOCHS * -(-max(counted) // accumulate)
         assert found["num_validated"] == [2] * (NUM_EPOCHS + 1)  # with the sanity check
         assert all(isfinite(value) for value in found["logged"].values())

@@ -144,8 +144,8 @@ def _functions_of(record: dict[str, Any], name: str, case: str) -> Counter[str]:
     functions = record["functions"].get(name, {})
     if isinstance(functions, str):  # the calls of another strategy
         functions = record["functions"][functions]
-    place = list(CASES).index(case)
-    return Counter({function: counts[place] for function, counts in functions.items()})
+    index = list(CASES).index(case)
+    return Counter({function: counts[index] for function, counts in functions.items()})
 
 
 def measure_all() -> dict[tuple[str, str], Calls]:
@@ -168,7 +168,7 @@ def write(calls: dict[tuple[str, str], Calls]) -> None:
         numbers[name] = {case: measured.totals["ours"] for case, measured in zip(CASES, of_cases, strict=True)}
         called = sorted({function for measured in of_cases for function in measured.functions})
         counts = {function: [measured.functions.get(function, 0) for measured in of_cases] for function in called}
-        functions[name] = next((other for other, those in functions.items() if those == counts), counts)
+        functions[name] = next((other for other, other_counts in functions.items() if other_counts == counts), counts)
     RECORD.write_text(
         f'{{\n"versions": {json.dumps(versions())},\n'
         f'"calls": {_one_per_line(numbers)},\n'

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-PLACES = (
+SEARCHED_PATHS = (
     *("lightning_strategies_ext", "benchmarks", "docs", "examples", "tests"),
     *("CONTRIBUTING.md", "README.md", "SECURITY.md", "Makefile", "hatch_build.py", "noxfile.py"),
 )
@@ -83,8 +83,8 @@ def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
 def faults() -> Iterator[str]:
     """Returns each retired term in the searched places."""
     terms = read_terms((REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines())
-    for place in PLACES:
-        root = REPOSITORY / place
+    for path in SEARCHED_PATHS:
+        root = REPOSITORY / path
         paths = sorted(root.rglob("*")) if root.is_dir() else [root]
         for path in paths:
             name = str(path.relative_to(REPOSITORY))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.guards.prose import PLACES, REPOSITORY, faults, find_terms, read_terms
+from tests.guards.prose import REPOSITORY, SEARCHED_PATHS, faults, find_terms, read_terms
 
 TERMS = read_terms(
     (
@@ -41,9 +41,9 @@ def test_a_term_may_be_allowed_in_some_paths() -> None:
     assert term.exceptions == ("docs/*", "benchmarks/failure_monitor.py")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_each_place_that_is_searched_exists(place: str) -> None:
-    assert (REPOSITORY / place).exists()
+@pytest.mark.parametrize("path", SEARCHED_PATHS)
+def test_each_searched_path_exists(path: str) -> None:
+    assert (REPOSITORY / path).exists()
 
 
 def test_the_repository_has_no_retired_terms() -> None:

@@ -24,12 +24,12 @@ def versions_of(*packages: str) -> str:
     return ", ".join(f"{package} {version_of(package)}" for package in packages)
 
 
-def skip_unless_recorded(recorded: str, here: str) -> None:
+def skip_unless_recorded(recorded: str, installed: str) -> None:
     """Skips a test whose record is not valid for the installed versions.
 
     Args:
         recorded: The versions that the record is valid for.
-        here: The installed versions, see :func:`versions_of`.
+        installed: The installed versions, see :func:`versions_of`.
     """
-    if recorded != here:
-        pytest.skip(f"The record is valid for {recorded}; installed are {here}.")
+    if recorded != installed:
+        pytest.skip(f"The record is valid for {recorded}; installed are {installed}.")

@@ -104,12 +104,12 @@ def make_wheel(directory: Path, name: str, version: str, content: str = "") -> P
     return path
 
 
-def left_in(directory: Path) -> list[str]:
+def files_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
 
 
 @pytest.mark.processes
-def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: Path):
+def test_one_error_names_all_missing_requirements_before_any_download(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (tmp_path / "site").mkdir()
     for name in ("rich", "pygments", "markdown_it", "mdurl", "psutil", "wrapt"):  # imports of the command
@@ -129,7 +129,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
         "Install the missing requirements, then run the command again",
     ):  # fmt: skip
         assert wanted in result.stdout
-    assert left_in(tmp_path / "left") == []
+    assert files_in(tmp_path / "left") == []
 
 
 @pytest.mark.processes
@@ -139,7 +139,7 @@ def test_installed_requirements_are_not_reported_as_missing(tmp_path: Path):
     assert result.returncode == 2, result.stdout
     assert result.stdout.count("  - ") == 1, "cmake and ninja of this environment count, also with an empty PATH"
     assert "C++ compiler" in result.stdout
-    assert left_in(tmp_path / "left") == []
+    assert files_in(tmp_path / "left") == []
 
 
 @pytest.mark.processes
@@ -154,7 +154,7 @@ def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pyte
 
 
 @pytest.mark.processes
-def test_a_second_call_proves_in_seconds():
+def test_a_second_call_runs_the_smoke_test_without_a_build():
     if (problem := horovod_problem()) is not None or marker() is None:
         pytest.skip(problem or "the installed Horovod was not built by the command")
     started = time.monotonic()
@@ -166,11 +166,11 @@ def test_a_second_call_proves_in_seconds():
     assert time.monotonic() - started < 60, "it does not build"
 
 
-def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wheel: Path):
+def test_a_wheel_contains_its_key_and_is_not_used_for_another_key(tmp_path: Path, wheel: Path):
     cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0+cpu")
     with cache.lock(key, waiting=pytest.fail):
-        kept = cache.store(key, wheel)
-    assert cache.find(key) == kept
+        stored = cache.store(key, wheel)
+    assert cache.find(key) == stored
     for other in (
         BuildKey.for_this_environment("2.13.0+cu130"),
         BuildKey.for_this_environment("2.12.0+cpu"),
@@ -178,7 +178,7 @@ def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wh
         BuildKey.for_this_environment("2.13.0+cpu", nccl="13.0"),
     ):
         assert cache.find(other) is None
-    with zipfile.ZipFile(kept) as archive:
+    with zipfile.ZipFile(stored) as archive:
         name = f"horovod-0.28.1.dist-info/{MARKER}"
         assert key.matches(json.loads(archive.read(name)))
         assert f"{name},sha256=" in archive.read("horovod-0.28.1.dist-info/RECORD").decode(), (
@@ -217,8 +217,8 @@ def start_with_build_of_earlier_version() -> list[str]:
     installed.marker = lambda: earlier
     with warnings.catch_warnings(record=True) as caught:
         runtime.start(LaunchInfo("python", 0, 1, 0, 1), torch.device("cpu"))
-    said = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
-    return [*said, doctor.environment_info()["Horovod"]]
+    messages = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
+    return [*messages, doctor.environment_info()["Horovod"]]
 
 
 @pytest.mark.processes
@@ -226,13 +226,13 @@ def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert installed.outdated_build_warning() is None, (
         "neither a new build, nor a Horovod of another origin, is outdated"
     )
-    said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
-    assert "a rank may hang in it after another rank is lost" in said
-    assert said.endswith(f"Rebuild it with: {COMMAND} --mpi")
+    warning_texts, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
+    assert "a rank may hang in it after another rank is lost" in warning_texts
+    assert warning_texts.endswith(f"Rebuild it with: {COMMAND} --mpi")
     assert in_doctor.endswith(", to be rebuilt")
 
 
-def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cached_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [MissingRequirement("g++", "apt: g++")])
     )
@@ -281,7 +281,7 @@ def test_problems_of_the_installed_horovod_are_reported_without_an_import(
 # --- what the build fetches, and the user's packages ---
 
 
-def test_all_that_the_build_imports_is_pinned_by_version_and_hash():
+def test_each_package_of_the_build_is_pinned_by_version_and_hash():
     names = [re.fullmatch(r"([a-z]+)==[\d.]+ --hash=sha256:[0-9a-f]{64}", line)[1] for line in BUILD_REQUIREMENTS]
     assert names == ["setuptools", "packaging"]
 
@@ -343,7 +343,7 @@ def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
     assert freeze() == before
 
 
-def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_wheels_are_stored_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
@@ -368,20 +368,20 @@ def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_
         _, alive = psutil.wait_procs(started, timeout=5)
         for compiler in alive:
             compiler.kill()
-    left = [
-        name for name in left_in(tmp_path / "left" / "cache") if "/.lock-" not in name and not name.endswith(".log")
+    remaining = [
+        name for name in files_in(tmp_path / "left" / "cache") if "/.lock-" not in name and not name.endswith(".log")
     ]
-    assert left == []
-    kept = (tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod").glob("[!.]*")
-    assert [path for path in kept if path.is_dir()] == []
+    assert remaining == []
+    cached = (tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod").glob("[!.]*")
+    assert [path for path in cached if path.is_dir()] == []
     if ended_by != signal.SIGKILL:
         assert process.returncode == 1
         assert f"no partial build was stored. Run it again with: {COMMAND}" in output
         assert not alive, "compilers are ended"
-        assert not [name for name in left_in(tmp_path / "left") if "/.lock-" not in name]
+        assert not [name for name in files_in(tmp_path / "left") if "/.lock-" not in name]
 
 
-def test_a_copy_that_was_killed_is_cleared_away_by_the_next_build(tmp_path: Path, wheel: Path):
+def test_the_next_build_removes_a_partial_copy(tmp_path: Path, wheel: Path):
     cache, key = WheelCache(tmp_path / "cache"), BuildKey.for_this_environment("2.13.0")
     killed = tmp_path / "cache" / f".partial-{key.directory_name}-abc"
     killed.mkdir(parents=True)
@@ -416,10 +416,10 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
     assert "line 10\n" not in result.stdout, "the message must contain only the end of the log"
     log = Path(result.stdout.split("The whole log is in ")[1].split(".log")[0] + ".log")
     assert "line 10\n" in log.read_text()
-    assert not [name for name in left_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
+    assert not [name for name in files_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
 
 
-def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
+def test_applying_the_patches_to_an_unknown_source_is_refused(tmp_path: Path):
     for fix in patches(17):
         file = tmp_path / fix.file
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -445,7 +445,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("launcher", "said"),
+    ("launcher", "expected_text"),
     [
         ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "exited with exit code 3.*no route"),
         ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "exited with exit code 0"),
@@ -453,8 +453,8 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
         (["/no/such/launcher"], "could not be started"),
     ],
 )
-def test_a_failed_smoke_test_reports_its_error(launcher: list[str], said: str):
-    with pytest.raises(SmokeTestError, match=f"(?s){said}"):
+def test_a_failed_smoke_test_reports_its_error(launcher: list[str], expected_text: str):
+    with pytest.raises(SmokeTestError, match=f"(?s){expected_text}"):
         run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 
 

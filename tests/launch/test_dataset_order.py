@@ -129,14 +129,14 @@ class TestOneProcess:
     @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     @pytest.mark.parametrize("num_samples", [1, 3, 8, 17, 24])
-    def test_any_size(self, num_samples, world_size, batch_size):
+    def test_every_size_gives_the_order_of_one_process(self, num_samples, world_size, batch_size):
         ranks = strided(logits, num_samples, world_size, batch_size)
         expected = one_process(logits, list(range(num_samples)), batch_size)
         assert_same(in_dataset_order(ranks, batch_size), expected)
 
     @pytest.mark.parametrize("predict", PREDICT_STEPS.values(), ids=PREDICT_STEPS)
     @pytest.mark.parametrize(("num_samples", "world_size", "batch_size"), [(17, 3, 4), (17, 2, 1), (3, 4, 3)])
-    def test_any_output(self, predict, num_samples, world_size, batch_size):
+    def test_every_kind_of_output_gives_the_order_of_one_process(self, predict, num_samples, world_size, batch_size):
         ranks = strided(predict, num_samples, world_size, batch_size)
         expected = one_process(predict, list(range(num_samples)), batch_size)
         assert_same(in_dataset_order(ranks, batch_size), expected)

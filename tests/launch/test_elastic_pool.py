@@ -100,8 +100,8 @@ class ScriptedStarter(WorkerStarter):
     def start(self, num_workers: int, inherited_task: Any) -> Iterator[ScriptedWorker]:
         return map(self._start, range(num_workers))
 
-    def replace(self, dead: Any, workers: Sequence[Any]) -> ScriptedWorker:
-        return self._start(dead.rank)
+    def replace(self, exited: Any, workers: Sequence[Any]) -> ScriptedWorker:
+        return self._start(exited.rank)
 
     def close(self) -> None:
         pass
@@ -175,7 +175,7 @@ def test_a_worker_that_starts_slowly_joins_at_a_step_of_the_others() -> None:
 def test_a_worker_that_leaves_its_world_is_restarted_once_it_has_exited() -> None:
     def script(worker: ScriptedWorker, message: Any) -> bool:
         if message == WorldMembers(["a", "b", "c"]):  # type: ignore[list-item]
-            worker.replies.append(TaskFailed.of(KeyError()) if worker.name == "b" else ReadyToJoin())
+            worker.replies.append(TaskFailed.from_exception(KeyError()) if worker.name == "b" else ReadyToJoin())
         elif message == Shutdown():
             worker.has_exited = True
         elif message == WorldMembers(["a", "c"]):  # type: ignore[list-item]
@@ -219,7 +219,9 @@ def test_too_many_exits_fail_the_task(monkeypatch: pytest.MonkeyPatch, policy: d
 def test_the_error_of_a_worker_fails_the_task_and_the_others_receive_no_rank() -> None:
     def script(worker: ScriptedWorker, message: Any) -> bool:
         if message == WorldMembers(["a", "b"]):  # type: ignore[list-item]
-            worker.replies.append(TaskFailed.of(ValueError("wrong")) if worker.name == "a" else ReadyToJoin())
+            worker.replies.append(
+                TaskFailed.from_exception(ValueError("wrong")) if worker.name == "a" else ReadyToJoin()
+            )
             return True
         return False
 
@@ -237,10 +239,14 @@ def test_a_worker_that_fails_while_it_waits_for_a_rank_receives_none_after_its_r
             if worker.name == "b":
                 worker.exit()
             else:
-                worker.replies += [ReadyToJoin("b is lost"), None, TaskFailed.of(OSError("no space"), has_results=True)]
+                worker.replies += [
+                    ReadyToJoin("b is lost"),
+                    None,
+                    TaskFailed.from_exception(OSError("no space"), has_results=True),
+                ]
             return True
         if worker.name == "c":
-            worker.replies += [*[None] * 20, TaskFailed.of(OSError("too late to join"))]
+            worker.replies += [*[None] * 20, TaskFailed.from_exception(OSError("too late to join"))]
         return worker.name == "c"
 
     run = Run(2, script, min_workers=2)
@@ -256,7 +262,7 @@ def test_the_first_exit_is_the_cause_if_the_replacement_exits_too(monkeypatch: p
             if worker.name == "b":
                 worker.exit()
             else:
-                worker.replies += [*[None] * 6, TaskFailed.of(OSError("lost"))]
+                worker.replies += [*[None] * 6, TaskFailed.from_exception(OSError("lost"))]
             return True
         if worker.name == "c":
             worker.has_exited = True

@@ -12,7 +12,7 @@ from tests.support.ranks import REPOSITORY, run_script
 from tests.support.ray_clusters import needs_ray
 
 #: Modules that Python, processes of this package, pip, and Ray import early. The parent processes find them elsewhere.
-PLANTED = (
+PLANTED_MODULES = (
     *("json", "multiprocessing", "pip", "socket", "struct", "logging", "pickle", "runpy", "sitecustomize", "psutil"),
     *("numpy", "torch", "lightning", "torchmetrics", "lightning_strategies_ext", "cloudpickle", "typing_extensions"),
 )
@@ -33,18 +33,18 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted_modules(tmp_path: Path) -> Path:
     """Creates a directory with modules that write to a file when they are imported."""
     directory = tmp_path / "working"
     directory.mkdir()
-    for name in PLANTED:
+    for name in PLANTED_MODULES:
         text = f"open({str(tmp_path / 'imported')!r}, 'a').write({name + ' '!r})\nraise ImportError('planted')\n"
         (directory / f"{name}.py").write_text(text)
     return directory
 
 
-def assert_none_was_imported(planted: Path) -> None:
-    imported = planted.parent / "imported"
+def assert_none_was_imported(planted_modules: Path) -> None:
+    imported = planted_modules.parent / "imported"
     assert not imported.exists(), imported.read_text()
 
 
@@ -61,55 +61,57 @@ LAUNCHED = [
     sys.version_info < (3, 11), reason="Python 3.10 has no -P: interpreters of multiprocessing search it"
 )
 @pytest.mark.parametrize("names", LAUNCHED, ids=lambda names: names[0])
-def test_ranks_import_nothing_from_the_working_directory(planted: Path, names: list[str]) -> None:
-    script = planted.parent / "train.py"
+def test_ranks_import_nothing_from_the_working_directory(planted_modules: Path, names: list[str]) -> None:
+    script = planted_modules.parent / "train.py"
     script.write_text(SCRIPT)
-    run = run_script(str(script), *names, cwd=planted, env={"PYTHONPATH": str(REPOSITORY)})
-    assert_none_was_imported(planted)
+    run = run_script(str(script), *names, cwd=planted_modules, env={"PYTHONPATH": str(REPOSITORY)})
+    assert_none_was_imported(planted_modules)
     assert run.returncode == 0, run.output
 
 
 @pytest.mark.processes
-def test_the_process_that_keeps_commits_imports_nothing_from_the_working_directory(planted: Path) -> None:
-    script = planted.parent / "train.py"
+def test_the_descriptor_store_imports_nothing_from_the_working_directory(planted_modules: Path) -> None:
+    script = planted_modules.parent / "train.py"
     script.write_text(SCRIPT)
     torchrun = "import sys; sys.path.remove(''); from torch.distributed.run import main; main()"
     command = ["-c", torchrun, "--standalone", "--nproc-per-node=2", str(script), "ddp_elastic_ext"]
-    run = run_script(*command, cwd=planted, env={"PYTHONPATH": str(REPOSITORY)})
-    assert_none_was_imported(planted)
+    run = run_script(*command, cwd=planted_modules, env={"PYTHONPATH": str(REPOSITORY)})
+    assert_none_was_imported(planted_modules)
     assert run.returncode == 0, run.output
 
 
 @pytest.mark.processes
-def test_pip_imports_nothing_from_the_working_directory(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(planted)
+def test_pip_imports_nothing_from_the_working_directory(planted_modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(planted_modules)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(source.SourceError, match="could not download the source of horovod"):
-        source.fetch_source(planted.parent)
-    assert_none_was_imported(planted)
+        source.fetch_source(planted_modules.parent)
+    assert_none_was_imported(planted_modules)
 
 
 @pytest.mark.processes
-def test_the_command_of_this_package_imports_nothing_from_the_working_directory(planted: Path) -> None:
-    for name in PLANTED:
+def test_the_command_of_this_package_imports_nothing_from_the_working_directory(planted_modules: Path) -> None:
+    for name in PLANTED_MODULES:
         if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports the other modules before this package
-            (planted / f"{name}.py").unlink()
-    assert "works" in run_script("-m", "lightning_strategies_ext", cwd=planted).stdout
-    assert_none_was_imported(planted)
+            (planted_modules / f"{name}.py").unlink()
+    assert "works" in run_script("-m", "lightning_strategies_ext", cwd=planted_modules).stdout
+    assert_none_was_imported(planted_modules)
 
 
 @pytest.mark.processes
-def test_the_command_imports_only_its_package_from_below_the_working_directory(planted: Path) -> None:
+def test_the_command_imports_only_its_package_from_below_the_working_directory(planted_modules: Path) -> None:
     """The working directory may have a virtual environment with this package."""
-    for name in PLANTED:
+    for name in PLANTED_MODULES:
         if name not in ("json", "multiprocessing", "pip"):
-            (planted / f"{name}.py").unlink()
-    (planted / "site").mkdir()
-    (planted / "site" / "lightning_strategies_ext").symlink_to(REPOSITORY / "lightning_strategies_ext")
-    run = run_script("-m", "lightning_strategies_ext", cwd=planted, env={"PYTHONPATH": str(planted / "site")})
+            (planted_modules / f"{name}.py").unlink()
+    (planted_modules / "site").mkdir()
+    (planted_modules / "site" / "lightning_strategies_ext").symlink_to(REPOSITORY / "lightning_strategies_ext")
+    run = run_script(
+        "-m", "lightning_strategies_ext", cwd=planted_modules, env={"PYTHONPATH": str(planted_modules / "site")}
+    )
     assert "works" in run.stdout
-    assert_none_was_imported(planted)
+    assert_none_was_imported(planted_modules)
 
 
 def test_relative_directories_are_below_the_initial_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:

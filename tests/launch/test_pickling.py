@@ -170,7 +170,7 @@ def test_receivers_of_one_message_do_not_see_writes_of_each_other():
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
 def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
-    usual = torch.multiprocessing.get_sharing_strategy()
+    sharing_strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(strategy)
     try:
         sent = [torch.zeros(3).share_memory_() for _ in range(300)]  # more than fit into one message of a socket
@@ -184,7 +184,7 @@ def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
             thread.join()
         prepared.close()
     finally:
-        torch.multiprocessing.set_sharing_strategy(usual)
+        torch.multiprocessing.set_sharing_strategy(sharing_strategy)
     (first, view, _), (second, _, unshared) = arrived
     for number, tensor in enumerate(first):
         tensor += number
@@ -248,7 +248,7 @@ def test_a_message_that_announces_too_much_is_refused() -> None:
     theirs.close()
 
 
-def test_a_message_that_does_not_fit_into_the_free_memory_goes_through_a_file(monkeypatch, caplog) -> None:
+def test_a_message_larger_than_the_free_memory_is_sent_through_a_file(monkeypatch, caplog) -> None:
     monkeypatch.setattr(memory_files, "free_memory", lambda: 1 << 20)
     monkeypatch.setattr(memory_files, "_has_logged_fallback", False)
     (tensor,) = received_with_buffers([torch.arange(1 << 24)])[1]

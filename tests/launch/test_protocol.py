@@ -144,7 +144,7 @@ def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> Non
     ],
     ids=["not for a link", "not for the main process", "unknown kind", "too long"],
 )
-def test_a_link_that_sends_something_else_is_closed(frame: bytes) -> None:
+def test_a_link_that_sends_invalid_data_is_closed(frame: bytes) -> None:
     server = LinkServer("127.0.0.1")
     link = server.expect(1, lambda: None)
     with connect(server, 1) as worker:

@@ -120,29 +120,29 @@ def link_server(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLin
 
 def test_unauthenticated_connections_delay_no_worker():
     with link_server(1) as (server, links), ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(server.address)) for _ in range(40)]
-        for stranger in strangers[:20]:
-            stranger.sendall(b"x")
+        unauthenticated = [stack.enter_context(socket.create_connection(server.address)) for _ in range(40)]
+        for connection in unauthenticated[:20]:
+            connection.sendall(b"x")
         stack.enter_context(connect(server, 1))
         wait_for(lambda: links[1].is_connected)
-        for stranger in strangers:  # before their time limit
-            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        for connection in unauthenticated:  # before their time limit
+            assert len(connection.recv(32, socket.MSG_WAITALL)) == 32
 
 
 def test_unauthenticated_connections_are_closed_in_time_and_a_worker_connects(monkeypatch):
     monkeypatch.setattr(worker_link, "_PROOF_S", 0.5)
     with link_server(1) as (server, links), ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(server.address)) for _ in range(100)]
+        unauthenticated = [stack.enter_context(socket.create_connection(server.address)) for _ in range(100)]
         stack.enter_context(connect(server, 1))
         wait_for(lambda: links[1].is_connected)
-        assert len(strangers[0].recv(32, socket.MSG_WAITALL)) == 32
-        assert strangers[0].recv(1) == b""
+        assert len(unauthenticated[0].recv(32, socket.MSG_WAITALL)) == 32
+        assert unauthenticated[0].recv(1) == b""
 
 
 @pytest.mark.parametrize(("number", "secret"), [(1, b"guessed"), (2, None)])
 def test_a_connection_without_the_secret_or_with_an_unknown_number_is_closed(number: int, secret: bytes | None):
-    with link_server(1) as (server, links), connect(server, number, secret) as stranger:
-        assert stranger.recv(1) == b""
+    with link_server(1) as (server, links), connect(server, number, secret) as connection:
+        assert connection.recv(1) == b""
         assert not links[1].is_connected
 
 

@@ -56,7 +56,7 @@ def set_other_owner(setenv: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_only_a_child_of_a_rank_drops_the_variables_of_the_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_rank, of_other_launch = LAUNCHED[launcher]
-    for name in [name for name in os.environ if rank_variables.OF_RANKS.fullmatch(name)]:
+    for name in [name for name in os.environ if rank_variables.RANK_VARIABLES.fullmatch(name)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(rank_variables.OWNER, "")
     for name, value in {"MASTER_PORT": "1", **of_rank, "SLURM_JOB_ID": "7"}.items():

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 STEPS_BEFORE_FAILURE = 3
 # The documented limit is 10 seconds; the rest is for a busy machine.
 FAILURE_WITHIN_S = 60
-FOREVER_S = 1000
+HANG_S = 1000
 
 
 # --- actions of a worker ---
@@ -95,7 +95,7 @@ def exit_immediately() -> None:
 
 
 def hang() -> None:
-    time.sleep(FOREVER_S)
+    time.sleep(HANG_S)
 
 
 class Acts(MLP):

@@ -221,7 +221,7 @@ def wait_for_the_test(directory: str) -> None:
 
 # The two workers of the last Trainer, and the fork server; after a failure, there are no processes.
 @pytest.mark.parametrize(("function", "num_processes"), [(fit_and_wait, 3), (fail_and_wait, 0)])
-def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, shared_memory, function, num_processes):
+def test_no_process_remains_after_a_script_has_exited(start, tmp_path, shared_memory, function, num_processes):
     run = start(function, tmp_path)
     run.wait_for("ready")
     processes = run.processes()
@@ -245,7 +245,7 @@ def train_after_others(directory: str, training: str, *before: str) -> None:
 @pytest.mark.parametrize(
     ("training", "before"), [("forkserver", ("fork", "forkserver")), ("fork", ()), ("spawn", ("fork",))]
 )
-def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared_memory, training, before):
+def test_no_process_remains_after_the_main_process_is_killed(start, tmp_path, shared_memory, training, before):
     run = start(train_after_others, tmp_path, training, *before)
     run.wait_for("training0", "training1")
     processes = run.processes()
@@ -304,7 +304,7 @@ def test_ctrl_c_stops_all_ranks_and_returns_their_state(tmp_path, start_method):
     assert trainer.interrupted
     assert differs(model, initial)
     assert recorder.exceptions == [("KeyboardInterrupt", trainer.global_step)]
-    assert_no_worker_is_left(trainer, tmp_path)
+    assert_no_worker_remains(trainer, tmp_path)
 
 
 class RecordsPids(Callback):
@@ -315,7 +315,7 @@ class RecordsPids(Callback):
         (self.directory / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
 
 
-def assert_no_worker_is_left(trainer: Trainer, directory: Path) -> None:
+def assert_no_worker_remains(trainer: Trainer, directory: Path) -> None:
     assert trainer.strategy.launcher.pids == []
     pids = [int((directory / f"pid{rank}").read_text()) for rank in range(2)]
     assert os.getpid() not in pids
@@ -328,7 +328,7 @@ def test_ctrl_c_kills_a_hung_worker_and_reports_that_its_state_is_lost(tmp_path,
         trainer.fit(Slow(tmp_path, hanging=(1,)), loader())
     assert time.monotonic() - times[0] < 15
     assert "the state of this stage is lost" in caplog.text
-    assert_no_worker_is_left(trainer, tmp_path)
+    assert_no_worker_remains(trainer, tmp_path)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_hung_worker(tmp_path, caplog):
@@ -338,7 +338,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_hung_worker(tmp_path, caplog):
     assert len(times) == 2
     assert time.monotonic() - times[1] < 2
     assert "the state of this stage is lost" in caplog.text
-    assert_no_worker_is_left(trainer, tmp_path)
+    assert_no_worker_remains(trainer, tmp_path)
 
 
 def train_until_ctrl_c_twice(directory: str) -> None:

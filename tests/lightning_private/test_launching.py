@@ -33,7 +33,7 @@ main()
 """
 
 
-def test_the_trainer_starts_scripts_with_the_launcher_class_that_ours_is_made_of() -> None:
+def test_script_launcher_derives_from_the_launcher_class_of_the_trainer() -> None:
     assert type(make_trainer("ddp").strategy.launcher) is launching.SubprocessScriptLauncher
     assert type(make_trainer("ddp_ext").strategy.launcher) is ScriptLauncher
     assert issubclass(ScriptLauncher, launching.SubprocessScriptLauncher)
@@ -55,7 +55,7 @@ def test_a_launcher_of_workers_is_one_that_the_trainer_lets_predict() -> None:
         ("ddp_fork", launching.FabricMultiProcessingLauncher),
     ],
 )
-def test_fabric_starts_processes_with_the_launcher_classes_that_we_name(name: str, launcher: type) -> None:
+def test_fabric_starts_processes_with_the_imported_launcher_classes(name: str, launcher: type) -> None:
     for strategy in (name, f"{name}_ext"):
         assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=2).strategy.launcher, launcher)
 
@@ -76,7 +76,7 @@ def threads_of_one_of_two() -> list[Any]:
     return [os.environ["OMP_NUM_THREADS"], torch.get_num_threads()]
 
 
-def test_say_rank_lets_only_rank_0_do_what_is_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_rank_zero_only_rank_restricts_decorated_functions_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     for decorator in (rank_zero_only, fabric_rank_zero_only):
         monkeypatch.setattr(decorator, "rank", 0)

@@ -21,13 +21,13 @@ class LogsBothWays(MLP):
         self.states = {name: state.clone() for name, state in metric.metric_state.items()}
 
 
-def test_what_is_logged_per_epoch_is_added_up_in_states_of_metrics() -> None:
+def test_values_logged_per_epoch_are_summed_in_metric_states() -> None:
     model = LogsBothWays()
     make_trainer("auto", devices=1, max_epochs=1).fit(model, loader(num_samples=16, batch_size=4))
     assert model.states["value"].item() == 0 + 1 + 2 + 3
 
 
-class GoesOn(LogsBothWays):
+class Continues(LogsBothWays):
     def __init__(self, sums: Any) -> None:
         super().__init__()
         self.sums = sums
@@ -71,12 +71,12 @@ def test_logged_sums_can_be_set_within_an_epoch_and_have_a_merge_operation() -> 
     assert model.merging == {f"training_step.{name}": op for name, op in ops.items()}
 
 
-def test_what_another_process_has_added_up_is_added_to() -> None:
+def test_the_logged_sums_of_another_process_are_continued() -> None:
     sums: Any = ((False, None), {})
     for expected in (6.0, 12.0):
         trainer = make_trainer("auto", devices=1, max_epochs=1)
         trainer_logging.prepare_logging(trainer, None)
-        model = GoesOn(sums)
+        model = Continues(sums)
         trainer.fit(model, loader(num_samples=16, batch_size=4))
         assert trainer.callback_metrics["per_epoch"].item() == expected
         sums = model.sums

@@ -45,11 +45,11 @@ OVERRIDDEN = [
 
 
 @pytest.mark.parametrize(("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__module__", value))
-def test_the_methods_that_our_strategies_override_or_call_are_still_lightnings(owner: type, name: str) -> None:
+def test_each_overridden_or_called_method_exists_in_lightning(owner: type, name: str) -> None:
     assert callable(getattr(owner, name, None))
 
 
-def test_no_other_module_of_ours_imports_a_private_name_of_lightnings() -> None:
+def test_no_other_module_imports_a_private_name_of_lightning() -> None:
     package = REPOSITORY / "lightning_strategies_ext"
     found = {
         f"{path.relative_to(package)}: {name}"

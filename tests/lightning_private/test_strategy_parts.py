@@ -44,22 +44,22 @@ def test_a_wrapping_checkpoint_io_gets_an_inner_one_unless_the_user_set_one() ->
     assert around.checkpoint_io is given
 
 
-def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradients() -> None:
+def test_fabric_skips_the_gradient_exchange_through_a_control_of_this_class() -> None:
     fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
-    asked = []
+    calls = []
 
     class Control(strategy_parts.BackwardSyncControl):
         def no_backward_sync(self, module: torch.nn.Module, enabled: bool = True) -> Any:
-            asked.append(enabled)
+            calls.append(enabled)
             return nullcontext()
 
     fabric.strategy._backward_sync_control = Control()
     model = fabric.setup(MLP())
     with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
-        assert asked == [True, False]
+        assert calls == [True, False]
 
 
-def test_fabrics_ddp_leaves_out_the_exchange_by_a_control_of_this_class() -> None:
+def test_the_ddp_of_fabric_skips_the_exchange_through_a_control_of_this_class() -> None:
     control = FabricDDPStrategy()._backward_sync_control
     assert type(control) is strategy_parts.DDPBackwardSyncControl
     with pytest.raises(TypeError, match="wrapped in `DistributedDataParallel`"):

@@ -17,7 +17,7 @@ from lightning_strategies_ext._lightning import (
 from tests.support.models import MLP, StatefulLoader, dataset, loader, make_trainer
 
 
-def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undone() -> None:
+def test_a_function_runs_after_the_loaders_are_created_and_can_be_removed() -> None:
     trainer = make_trainer("auto", devices=1, max_epochs=1)
     seen: list[tuple[int, Any]] = []
     undo = trainer_data.after_setup_data(
@@ -67,7 +67,7 @@ class Batches(Callback):
 
 
 @pytest.mark.parametrize(("interval", "num_validations"), [(1.0, 2), (0.5, 4)])
-def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: float, num_validations: int) -> None:
+def test_fit_takes_its_batches_from_a_replaced_data_fetcher(interval: float, num_validations: int) -> None:
     batches = Batches()
     trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[batches], val_check_interval=interval)
     data = loader(num_samples=64, batch_size=4)
@@ -129,7 +129,7 @@ def test_reset_training_loaders_are_loaded_again():
     assert len(seen) == 2
 
 
-def test_the_states_that_loaders_are_about_to_get_can_be_seen_before(tmp_path):
+def test_pending_loader_states_can_be_read_before_they_are_loaded(tmp_path):
     class Stateful(torch.utils.data.DataLoader):
         def state_dict(self) -> dict[str, Any]:
             return {"at": 3}
@@ -157,7 +157,7 @@ def test_the_states_that_loaders_are_about_to_get_can_be_seen_before(tmp_path):
     assert loaded == [{"at": 3}]
 
 
-def test_the_data_of_a_stage_are_where_we_look() -> None:
+def test_data_sources_finds_the_data_of_a_stage() -> None:
     trainer = make_trainer("auto", devices=1)
     train, val = loader(), loader()
     trainer.fit(MLP(), train, val)

@@ -24,12 +24,12 @@ class Rank0:
     """A simulated rank 0 whose values are all 5.0; it records the calls."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str | None, list[str], bool]] = []
+        self.calls: list[tuple[str, str | None, list[str], bool]] = []
 
     def __call__(
         self, reader: str, monitor: str | None, others: Sequence[str], values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        self.asked.append((reader, monitor, [*others], monitor in values))
+        self.calls.append((reader, monitor, [*others], monitor in values))
         return {**values, **{name: torch.tensor(5.0) for name in (monitor, *others)}}
 
 
@@ -56,20 +56,20 @@ def train(rank_0: Rank0, directory: Path) -> Any:
     return model, checkpoint, stopping, trainer.callback_metrics
 
 
-def test_all_three_read_the_shared_value_and_the_user_reads_this_ranks(tmp_path: Path) -> None:
+def test_decisions_read_the_shared_value_and_the_user_reads_the_local_one(tmp_path: Path) -> None:
     rank_0 = Rank0()
     model, checkpoint, stopping, metrics = train(rank_0, tmp_path)
     assert (model.scheduler.best, checkpoint.best_model_score, stopping.best_score) == (5, 5, 5)
     assert Path(checkpoint.best_model_path).name == "epoch=0-loss=5.0.ckpt"
     assert 0 < metrics["val_loss"] < 2
-    assert sorted(rank_0.asked) == [
+    assert sorted(rank_0.calls) == [
         ("EarlyStopping", "val_loss", [], True),
         ("ModelCheckpoint", "val_loss", ["loss"], True),
         ("ReduceLROnPlateau", "val_loss", [], True),
     ]
 
 
-def test_a_value_that_only_rank_0_has_is_read_and_not_left_behind() -> None:
+def test_a_value_that_only_rank_0_has_is_read_and_removed_afterwards() -> None:
     trainer = single_process_trainer(callbacks=[EarlyStopping("auc", mode="max")])
     trainer_decisions.share_monitored_values(trainer, Rank0())
     trainer.fit(MLP(), loader(), loader())
@@ -97,22 +97,22 @@ class Decays(MLP):
 
 
 class SetsShouldStop(Callback):
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.should_stop |= self.place == "on_train_start"
+        trainer.should_stop |= self.hook == "on_train_start"
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.should_stop |= self.place == "on_validation_end"
+        trainer.should_stop |= self.hook == "on_validation_end"
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.should_stop |= self.place == "on_train_epoch_end"
+        trainer.should_stop |= self.hook == "on_train_epoch_end"
 
 
-@pytest.mark.parametrize("place", ["on_train_start", "on_validation_end", "on_train_epoch_end"])
-def test_a_stop_that_a_hook_has_set_can_be_taken_back_at_a_point(place: str) -> None:
-    trainer = single_process_trainer(callbacks=[SetsShouldStop(place)], val_check_interval=2, num_sanity_val_steps=0)
+@pytest.mark.parametrize("hook", ["on_train_start", "on_validation_end", "on_train_epoch_end"])
+def test_a_stop_that_a_hook_has_set_can_be_revoked_at_a_point(hook: str) -> None:
+    trainer = single_process_trainer(callbacks=[SetsShouldStop(hook)], val_check_interval=2, num_sanity_val_steps=0)
     taken_back = []
 
     def at_point() -> None:
@@ -123,7 +123,7 @@ def test_a_stop_that_a_hook_has_set_can_be_taken_back_at_a_point(place: str) -> 
     trainer.fit(MLP(), loader(16), loader(8))
     assert trainer.global_step == 4
     # before the first step, after two validations, and after the epoch
-    assert taken_back == [place == "on_train_start", *[place == "on_validation_end"] * 2, place == "on_train_epoch_end"]
+    assert taken_back == [hook == "on_train_start", *[hook == "on_validation_end"] * 2, hook == "on_train_epoch_end"]
     for undo in undos:
         undo()
     assert not {"on_run_start", "on_advance_end"} & {*vars(trainer.fit_loop)}

@@ -48,12 +48,12 @@ def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, floa
 
 @pytest.mark.processes
 def test_needless_moves_of_logged_values_can_be_skipped_without_another_change() -> None:
-    (num_moves, logged, _), (num_left, same_logged, device) = (
+    (num_moves, logged, _), (num_remaining, same_logged, device) = (
         in_own_process(count_moves_of_logged_values, is_skipping) for is_skipping in (False, True)
     )
     num_steps = 2 * len(loader())  # training and validation, with one logged tensor each
     assert num_moves >= num_steps
-    assert num_left < 3  # less than one per step
+    assert num_remaining < 3  # less than one per step
     assert device == "meta"
     assert logged == same_logged
     assert {"loss_step", "loss_epoch", "mean", "val_loss"} <= logged.keys()

@@ -33,7 +33,7 @@ def receive_sigterm_between_register_and_confirm() -> tuple[int, bool, bool]:
 
 
 @pytest.mark.processes
-def test_the_signal_handler_that_the_trainer_installs_is_the_one_that_we_replace() -> None:
+def test_the_replaced_signal_handler_is_the_one_that_the_trainer_installs() -> None:
     num_signals, received_before_confirm, received_after = in_own_process(receive_sigterm_between_register_and_confirm)
     assert num_signals == 1
     assert not received_before_confirm
@@ -57,13 +57,13 @@ def messages_of_lightning() -> list[str]:
     return messages_of_sigterm(is_intercepted=False)
 
 
-def messages_of_ours() -> list[str]:
+def messages_of_this_package() -> list[str]:
     return messages_of_sigterm(is_intercepted=True)
 
 
 @pytest.mark.processes
 def test_the_message_about_the_signal_is_lightnings() -> None:
-    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_ours)
+    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_this_package)
     assert ours == theirs
     assert len(ours) == 1
 
@@ -153,7 +153,7 @@ def test_lightning_runs_the_removed_broadcast_in_every_training_step() -> None:
     assert run_ranks(count_broadcasts_of_lightnings_ddp) == [3, 3]
 
 
-def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
+def test_a_recorded_sigterm_is_one_that_the_trainer_has_received() -> None:
     trainer = make_trainer("auto", devices=1)
     assert not trainer.received_sigterm
     trainer_signals.mark_sigterm_received(trainer)
@@ -189,7 +189,7 @@ def test_the_handler_for_a_requeue_is_replaced_and_what_it_does_can_be_done_late
     assert in_own_process(receive_sigusr1) == ([1], [2], [False, True, False, True, False, True])
 
 
-def test_where_lightning_has_no_job_queued_again_nothing_is_replaced() -> None:
+def test_without_requeueing_no_handler_is_replaced() -> None:
     trainer = make_trainer("ddp", devices=1)
     assert trainer_signals.intercept_requeueing(trainer, lambda: None) is None
     assert "_slurm_sigusr_handler_fn" not in vars(trainer._signal_connector)

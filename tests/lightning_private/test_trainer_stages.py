@@ -28,20 +28,20 @@ from tests.support.models import MLP, fit, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
 
-class NotesFailures(DDPStrategy):
-    noted: type[BaseException] | None = None
+class RecordsFailures(DDPStrategy):
+    recorded: type[BaseException] | None = None
 
     def announce_failure(self, exception: BaseException) -> None:
         super().announce_failure(exception)
-        self.noted = type(exception)
+        self.recorded = type(exception)
 
 
 def find_learning_rate(directory: Path) -> tuple[bool, bool]:
     """Returns whether a finder ends its trial with the known exception, and whether that counts as a failure."""
-    strategy = NotesFailures()
+    strategy = RecordsFailures()
     trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
     Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
-    return strategy.noted is trainer_stages.TunerExitException, strategy._stage_context.local_collectives is not None
+    return strategy.recorded is trainer_stages.TunerExitException, strategy._stage_context.local_collectives is not None
 
 
 class TunableMLP(MLP):
@@ -73,7 +73,7 @@ def test_a_function_runs_before_each_fetch_of_a_batch_until_it_is_removed() -> N
     trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
     undo = trainer_stages.wrap_before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
     trainer.fit(MLP(), loader(num_samples=16, batch_size=4))
-    assert fetches.seen == [said for step in fetches.steps for said in (f"fetch {step}", "batch", "end")]
+    assert fetches.seen == [event for step in fetches.steps for event in (f"fetch {step}", "batch", "end")]
     assert fetches.steps == [0, 0, 1, 1, 2, 2, 3, 3]
     undo()
     undo()
@@ -92,11 +92,11 @@ def test_hooks_of_a_callback_can_be_left_out_and_are_called_again() -> None:
     assert fetches.seen[2:] == ["batch", "end"] * 2
 
 
-class BadLuckError(Exception):
+class InjectedError(Exception):
     pass
 
 
-class Disturbed(MLP):
+class FailsAtStep(MLP):
     """A model that fails once, in training or in validation, and records the steps."""
 
     def __init__(self, fail_at: int | None = None, where: str = "train") -> None:
@@ -108,7 +108,7 @@ class Disturbed(MLP):
     def fail(self, where: str, step: int) -> None:
         if where == self.where and step == self.fail_at:
             self.fail_at = None
-            raise BadLuckError
+            raise InjectedError
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.fail("train", self.trainer.global_step)
@@ -124,7 +124,7 @@ class Disturbed(MLP):
             self.validations.append(self.trainer.global_step)
 
 
-def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: bool = True) -> Any:
+def fit_with_one_restart(model: FailsAtStep, commit_at: int, *, is_same_process: bool = True) -> Any:
     trainer = make_trainer(
         "auto", devices=1, max_epochs=2, val_check_interval=4, num_sanity_val_steps=0, limit_val_batches=2
     )
@@ -132,7 +132,7 @@ def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: boo
     num_epochs, has_restarted = [], []
 
     def before_train_step() -> None:
-        if has_restarted and has_restarted.pop() and goes_right_on:
+        if has_restarted and has_restarted.pop() and is_same_process:
             trainer_stages.finish_restart(trainer)
         if trainer.global_step == commit_at and not committed:
             checkpoint = copy.deepcopy(trainer_stages.dump_checkpoint(trainer))
@@ -141,7 +141,7 @@ def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: boo
     def run(train: Callable[[], None]) -> None:
         try:
             train()
-        except BadLuckError:
+        except InjectedError:
             checkpoint, position = committed[0]
             del model.steps[commit_at:]
             trainer_stages.leave_evaluation(trainer)
@@ -170,10 +170,10 @@ def val_results(trainer: Any) -> list[Any]:
 @pytest.mark.parametrize(("fail_at", "where"), [(7, "train"), (8, "validation")])
 def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_step(fail_at, where):
     torch.manual_seed(1)
-    whole = Disturbed()
+    whole = FailsAtStep()
     trainer, _ = fit_with_one_restart(whole, 4)
     torch.manual_seed(1)
-    halves = Disturbed(fail_at, where)
+    halves = FailsAtStep(fail_at, where)
     again, epochs = fit_with_one_restart(halves, 0)  # because these loaders start from the first batch
     assert halves.steps == whole.steps == list(range(16))
     assert epochs == [0, 0, 1]
@@ -182,13 +182,13 @@ def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_s
     assert again.global_step == trainer.global_step == 16
 
 
-def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
-    model = Disturbed(6)
+def test_a_restart_after_a_validation_continues_with_the_next_step():
+    model = FailsAtStep(6)
     trainer, _ = fit_with_one_restart(model, 4)
     assert model.validations == [4, 8, 12, 16]
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 16
-    model = Disturbed(6)
-    trainer, _ = fit_with_one_restart(model, 4, goes_right_on=False)
+    model = FailsAtStep(6)
+    trainer, _ = fit_with_one_restart(model, 4, is_same_process=False)
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # the reason for `finish_restart`
 
 
@@ -234,7 +234,7 @@ def test_a_finder_runs_the_loop_as_a_trial_unless_trials_are_skipped() -> None:
             assert "lr_find" not in vars(finder)
 
 
-class NotesStarts(MLP):
+class RecordsStarts(MLP):
     """A model that records the number of training batches in ``on_train_start``."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class NotesStarts(MLP):
 
 
 def test_training_is_started_before_the_loop_runs() -> None:
-    trainer, model = make_trainer("auto", devices=1, max_epochs=1), NotesStarts()
+    trainer, model = make_trainer("auto", devices=1, max_epochs=1), RecordsStarts()
 
     def run(train: Callable[[], None]) -> None:
         trainer_stages.start_training(trainer)
@@ -293,13 +293,13 @@ def test_all_loops_are_found() -> None:
     assert len({id(loop) for loop in loops}) == len(loops)
 
 
-def test_the_metrics_are_in_the_connector_that_we_name() -> None:
+def test_the_metrics_are_in_the_named_connector() -> None:
     trainer, _ = fit("auto", devices=1)
     metrics, others = trainer_stages.connectors_of(trainer)
-    kept = [value for value in vars(metrics).values() if isinstance(value, dict)]
+    dicts = [value for value in vars(metrics).values() if isinstance(value, dict)]
     for logged in (trainer.callback_metrics, trainer.logged_metrics):
         assert logged
-        assert any(logged is value for value in kept)
+        assert any(logged is value for value in dicts)
     assert metrics not in others
     assert all(hasattr(other, "trainer") for other in others if hasattr(other, "trainer"))
     assert len(others) >= 5
@@ -310,7 +310,7 @@ class Fails(MLP):
         raise ValueError("bad luck")
 
 
-def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_loaders() -> None:
+def test_teardown_restores_the_signal_handlers_and_releases_the_loaders() -> None:
     trainer = make_trainer("auto", devices=1)
     handler = signal.getsignal(signal.SIGTERM)
     trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()
@@ -329,11 +329,11 @@ class CommitsAt(Callback):
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.noted: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.recorded: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch:
-            self.noted = trainer_stages.dump_commit(trainer), trainer_stages.settings_of(trainer)
+            self.recorded = trainer_stages.dump_commit(trainer), trainer_stages.settings_of(trainer)
 
 
 @pytest.mark.skipif(not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 has no WeightAveraging")
@@ -342,8 +342,8 @@ def test_a_commit_has_what_the_states_of_callbacks_lack() -> None:
     commits = CommitsAt(2)
     trainer = single_process_trainer(callbacks=[averaging, commits], limit_train_batches=4)
     trainer.fit(MLP(), loader())
-    assert commits.noted is not None
-    _, settings = commits.noted
+    assert commits.recorded is not None
+    _, settings = commits.recorded
     before = settings["callbacks"][trainer.callbacks.index(averaging)]
     assert before.keys() == {"_latest_update_epoch"}
     assert before["_latest_update_epoch"] != averaging._latest_update_epoch
@@ -356,8 +356,8 @@ def test_a_commit_has_no_state_of_spike_detection_which_cannot_be_loaded(tmp_pat
     commits = CommitsAt(2)
     trainer = single_process_trainer(callbacks=[spikes, commits], limit_train_batches=4)
     trainer.fit(MLP(), loader())
-    assert commits.noted is not None
-    commit, settings = commits.noted
+    assert commits.recorded is not None
+    commit, settings = commits.recorded
     assert spikes.state_key not in commit["callbacks"]
-    noted = settings["callbacks"][trainer.callbacks.index(spikes)]
-    assert {"running_mean", "bad_batches"} <= noted.keys()
+    recorded = settings["callbacks"][trainer.callbacks.index(spikes)]
+    assert {"running_mean", "bad_batches"} <= recorded.keys()

@@ -88,7 +88,7 @@ class Recorder(torch.nn.Module):
         return getattr(self.module, self.called[-1] or "forward")(*args)
 
 
-def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_again(monkeypatch) -> None:
+def test_the_method_redirected_by_fabric_is_found_and_forward_is_restored(monkeypatch) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     monkeypatch.setattr(fabric.strategy, "setup_module", Recorder)
     module = MLP()
@@ -111,7 +111,7 @@ def test_a_metric_that_overrides_its_synchronization_is_recognized() -> None:
     assert not user_modules.synchronizes_itself(SumMetric())
 
 
-def test_torchmetrics_calls_the_method_that_is_looked_at() -> None:
+def test_torchmetrics_calls_the_method_that_is_checked_for_overrides() -> None:
     class Own(SumMetric):
         calls = 0
 

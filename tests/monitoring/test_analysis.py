@@ -61,7 +61,7 @@ def window(
     return Window(rank, host, 1, len(steps), num_bytes, np.array(batches, BATCH), np.array(exchanges, EXCHANGE))
 
 
-def test_a_window_travels_as_bytes() -> None:
+def test_a_window_survives_encoding() -> None:
     sent = window(rank=3)
     received = Window.load(sent.dump())
     assert (received.rank, received.host, received.number, received.num_steps, received.num_bytes) == (
@@ -76,7 +76,7 @@ def test_a_window_travels_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("kind", [IN_BACKWARD, AFTER_BACKWARD])
-def test_phases_are_without_what_is_waited_for(kind: int) -> None:
+def test_phases_exclude_the_time_of_waiting(kind: int) -> None:
     first, second = times_of([window(0, data=1, kind=kind), window(1, data=5, kind=kind)])
     assert first.num_bytes == 100
     assert (first.data_ms, first.forward_ms, first.backward_ms, first.optimizer_ms) == pytest.approx((1, 3, 6, 2))
@@ -100,13 +100,13 @@ def test_the_slowest_rank_is_named_with_the_phase() -> None:
     assert slowest_of(times[:1]) is None
 
 
-def test_clocks_of_hosts_are_laid_on_each_other() -> None:
+def test_clocks_of_hosts_are_aligned() -> None:
     windows = [window(0), window(1, data=5, host="b", ahead=700 * MS), window(2, host="a", ahead=0)]
     assert clock_offsets(windows) == {0: 0, 1: 700 * MS, 2: 0}
     assert [wait / MS for wait in waiting_times(windows)[0]] == pytest.approx([4] * 4)
 
 
-def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
+def test_exchanges_that_one_rank_has_not_recorded_are_omitted() -> None:
     short = window(1, data=5)
     short = Window(1, "a", 1, 4, 400, short.batches, short.exchanges[1:])
     waiting = waiting_times([window(0), short])
@@ -116,8 +116,8 @@ def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
 
 def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
     own = window(kind=MODEL_EXCHANGE)
-    few = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
-    assert times_of([few])[0].exposed_ms == pytest.approx(5 / 4)
+    reduced = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
+    assert times_of([reduced])[0].exposed_ms == pytest.approx(5 / 4)
 
 
 def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
@@ -129,10 +129,10 @@ def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
     assert combined(times).num_steps == 10
 
 
-def test_nothing_is_divided_by_where_there_is_nothing() -> None:
-    nothing = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
-    assert times_of([nothing])[0].step_ms == 0
-    assert spans_of([nothing]) == []
+def test_a_window_without_steps_has_no_spans_and_a_step_time_of_zero() -> None:
+    empty = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
+    assert times_of([empty])[0].step_ms == 0
+    assert spans_of([empty]) == []
 
 
 def test_a_trace_replaces_a_link_and_not_the_file_behind_it(tmp_path: Any) -> None:
@@ -191,13 +191,13 @@ def times(rank: int = 0, **changes: float) -> RankTimes:
     return RankTimes(rank, 50, **{**values, **changes})
 
 
-NEEDS_TURNS = [times(0, waiting_ms=20, exposed_ms=22), times(1, waiting_ms=19, exposed_ms=21)]
+MUTUAL_WAITING = [times(0, waiting_ms=20, exposed_ms=22), times(1, waiting_ms=19, exposed_ms=21)]
 LINK = {"transfer_ms": 40, "exposed_ms": 41, "communication_ms": 50, "hidden_ms": 9}
 BY_LINK = [times(0, **LINK), times(1, **LINK)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "traits", "said"),
+    ("ranks", "traits", "expected_text"),
     [
         ([times()], JobTraits(), "One process: nothing is exchanged, and computation is the bottleneck"),
         (
@@ -219,8 +219,8 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         ),
         ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], JobTraits(), "30 ms in the forward pass"),
         ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], JobTraits(), "work between two steps"),
-        (NEEDS_TURNS, JobTraits(), "Ranks wait for each other in turns, for 20 % of a step"),
-        (NEEDS_TURNS, JobTraits(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
+        (MUTUAL_WAITING, JobTraits(), "Ranks wait for each other in turns, for 20 % of a step"),
+        (MUTUAL_WAITING, JobTraits(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
         (
             BY_LINK,
             JobTraits(("bf16", "powersgd"), num_hosts=2),
@@ -257,7 +257,9 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         ),
     ],
 )
-def test_advice_names_the_limit_and_an_argument(ranks: list[RankTimes], traits: JobTraits, said: str) -> None:
+def test_advice_names_the_bottleneck_and_an_argument(
+    ranks: list[RankTimes], traits: JobTraits, expected_text: str
+) -> None:
     advice = advise(ranks, traits)
-    assert said in advice
+    assert expected_text in advice
     assert "\n" not in advice

@@ -17,14 +17,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.num_asked = 0
+        self.num_read = 0
 
     def set_recording(self, is_on: bool) -> None:
         self.is_on = is_on
 
     def last_exchange(self) -> tuple[int, int, int]:
         assert self.is_on
-        self.num_asked += 1
+        self.num_read += 1
         now = time.time_ns()
         return now - 3, now - 2, now - 1
 
@@ -32,23 +32,25 @@ class Clock:
 class Training:
     """The steps of a training from a start step, with a step recorder."""
 
-    def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
+    def __init__(
+        self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, on_windows: Any = None
+    ) -> None:
         self.num_done = num_done
         self.is_observed = False
         self.observed: list[int] = []
-        self.heard: list[Window] = []
+        self.windows: list[Window] = []
         self.failed: list[Exception] = []
         self.clock = Clock()
         self.recorder = StepRecorder(
             *(0, "a", every_n_steps, observed_steps, num_done, self.switch, self.clock),
-            *(lambda num_steps: 100 * num_steps, None, hear or self.hear, self.failed.append),
+            *(lambda num_steps: 100 * num_steps, None, on_windows or self.on_windows, self.failed.append),
         )
 
     def switch(self, is_on: bool) -> None:
         self.is_observed = is_on
 
-    def hear(self, windows: list[Window]) -> None:
-        self.heard += windows
+    def on_windows(self, windows: list[Window]) -> None:
+        self.windows += windows
 
     def step(self, num_batches: int = 1) -> None:
         for batch in range(num_batches):
@@ -65,54 +67,54 @@ class Training:
         self.num_done += 1
 
 
-def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed() -> None:
+def test_the_first_steps_and_different_steps_of_each_window_are_observed() -> None:
     training = Training()
     for _ in range(34):
         training.step(num_batches=2)
     training.recorder.finish(training.num_done, 1)
     assert training.observed == [0, 1, 2, 3, 4, 11, 12, 13, 22, 23, 24, 33]
-    assert [window.num_steps for window in training.heard] == [10, 10, 10, 4]
-    assert [window.num_bytes for window in training.heard] == [1000, 1000, 1000, 400]
-    assert [window.number for window in training.heard] == [0, 1, 2, 3]
-    assert training.heard[1].batches["step"].tolist() == [11, 11, 12, 12, 13, 13]
-    assert training.heard[1].exchanges["step"].tolist() == [11, 12, 13]
-    assert training.clock.num_asked == len(training.observed)
+    assert [window.num_steps for window in training.windows] == [10, 10, 10, 4]
+    assert [window.num_bytes for window in training.windows] == [1000, 1000, 1000, 400]
+    assert [window.number for window in training.windows] == [0, 1, 2, 3]
+    assert training.windows[1].batches["step"].tolist() == [11, 11, 12, 12, 13, 13]
+    assert training.windows[1].exchanges["step"].tolist() == [11, 12, 13]
+    assert training.clock.num_read == len(training.observed)
     assert not training.clock.is_on
     assert not training.is_observed
-    first, *others = training.heard[1].batches["previous_end"].tolist()
+    first, *others = training.windows[1].batches["previous_end"].tolist()
     assert first == 0 < min(others)
     assert training.failed == []
 
 
-def test_exchanges_of_gradients_are_noted_in_the_steps_whose_batches_are() -> None:
+def test_exchanges_are_recorded_for_the_steps_whose_batches_are_recorded() -> None:
     training = Training(every_n_steps=4)
     for _ in range(8):
         training.step()
         training.recorder.on_exchange(1, 2, 3, 50)
         training.recorder.on_exchange(1, 2, 3, 7, is_model_exchange=True)
     training.recorder.finish(training.num_done, 1)
-    assert [len(each.batches) for each in training.heard] == [4, 3]
-    for each in training.heard:
+    assert [len(each.batches) for each in training.windows] == [4, 3]
+    for each in training.windows:
         steps, is_model_exchange = each.exchanges["step"], each.exchanges["kind"] == MODEL_EXCHANGE
         assert set(steps[~is_model_exchange]) == set(each.batches["step"])
         assert len(set(steps[is_model_exchange])) == 4
 
 
 @pytest.mark.parametrize(("every_n_steps", "observed_steps"), [(1, 1), (2, 5), (3, 3)])
-def test_all_steps_are_observed_where_there_are_no_more(every_n_steps: int, observed_steps: int) -> None:
+def test_all_steps_of_a_window_that_is_not_longer_are_observed(every_n_steps: int, observed_steps: int) -> None:
     training = Training(every_n_steps, observed_steps)
     for _ in range(6):
         training.step()
     training.recorder.finish(training.num_done, 1)
     assert training.observed == list(range(6))
-    assert sum(window.num_steps for window in training.heard) == 6
+    assert sum(window.num_steps for window in training.windows) == 6
 
 
 def test_a_step_continues_after_an_error_in_the_recorder() -> None:
-    def hear(windows: list[Window]) -> None:
+    def on_windows(windows: list[Window]) -> None:
         raise OSError("the disk is full")
 
-    training = Training(hear=hear)
+    training = Training(on_windows=on_windows)
     for _ in range(11):
         training.step()
     assert [str(error) for error in training.failed] == ["the disk is full"]
@@ -143,12 +145,12 @@ def test_windows_of_all_ranks_are_collected_without_waiting_for_an_exited_rank()
     assert list(boxes[0].complete()) == []
 
 
-def test_a_store_that_is_gone_ends_the_mailbox_and_nothing_else() -> None:
-    class Gone(dist.HashStore):
+def test_an_unavailable_store_closes_only_the_mailbox() -> None:
+    class UnavailableStore(dist.HashStore):
         def set(self, key: str, value: Any) -> None:
             raise RuntimeError("Connection reset by peer")
 
-    box = Mailbox(Gone(), 0, 2)
+    box = Mailbox(UnavailableStore(), 0, 2)
     box.post(window(0, 0))
     box.finish(5)
     assert list(box.complete()) == []

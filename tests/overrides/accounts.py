@@ -31,7 +31,7 @@ class Entry:
     """Account of one method of this package for one method of Lightning.
 
     Attributes:
-        mine: Qualified name of this package's method.
+        override: Qualified name of this package's method.
         theirs: Qualified name of Lightning's method.
         kind: "abstract", "super", "as" or "lines".
         reference: For "as", the method of this package whose entry applies.
@@ -39,7 +39,7 @@ class Entry:
         accounts: For "lines", the account of each part of the code; empty if there is none.
     """
 
-    mine: str
+    override: str
     theirs: str
     kind: str
     reference: str | None = None
@@ -99,7 +99,7 @@ def parse(text: str) -> list[Entry]:
             was_code = True
         elif line.strip() and current is not None:
             if not current.accounts:
-                raise ValueError(f"{current.mine}: an account without code: {line}")
+                raise ValueError(f"{current.override}: an account without code: {line}")
             current.accounts[-1] = f"{current.accounts[-1]} {line}".strip()
             was_code = False
     return entries

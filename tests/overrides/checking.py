@@ -15,10 +15,10 @@ def expected_pairs(release: Release) -> set[tuple[str, str]]:
     """Returns the methods of this package, each with the method of Lightning that it replaces in a release."""
     found = find()
     pairs = set()
-    for mine, by_target in found.overrides.items():
+    for override, by_target in found.overrides.items():
         for chain in by_target.values():
-            pairs |= {(mine, theirs) for theirs in targets_in(chain, found.sources[mine], release)}
-    replaced = {(mine, theirs) for mine, targets in REPLACED.items() for theirs in targets}
+            pairs |= {(override, theirs) for theirs in targets_in(chain, found.sources[override], release)}
+    replaced = {(override, theirs) for override, targets in REPLACED.items() for theirs in targets}
     return pairs | {pair for pair in replaced if release.source_of(pair[1]) is not None}
 
 
@@ -30,12 +30,12 @@ def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str 
         return f"it is not abstract: {lines}"
     if entry.kind == "lines" and source is not None and entry.code_in(release.version) != lines:
         return f"it quotes {entry.code_in(release.version)}, but the code is {lines}"
-    if entry.kind == "super" and entry.mine not in REPLACED:
-        mine = find().sources.get(entry.mine)
-        if mine is not None and not re.search(rf"super\(\)\.{entry.mine.rpartition('.')[2]}\b", mine):
+    if entry.kind == "super" and entry.override not in REPLACED:
+        own_source = find().sources.get(entry.override)
+        if own_source is not None and not re.search(rf"super\(\)\.{entry.override.rpartition('.')[2]}\b", own_source):
             return "it does not call `super()`"
     if entry.kind == "as":
-        others = [each.kind for each in entries if (each.mine, each.theirs) == (entry.reference, entry.theirs)]
+        others = [each.kind for each in entries if (each.override, each.theirs) == (entry.reference, entry.theirs)]
         if others != ["lines"]:
             return f"`{entry.reference}` has no entry with lines"
     return None

@@ -44,10 +44,10 @@ def find() -> Found:
     classes = [each for module in _modules(found) for each in _classes_of(module)]
     for concrete in classes:
         mro = concrete.__mro__
-        for number, mine in enumerate(mro):
-            if not _is_ours(mine):
+        for number, own_class in enumerate(mro):
+            if not _is_ours(own_class):
                 continue
-            for name, value in vars(mine).items():
+            for name, value in vars(own_class).items():
                 if not _is_method(value):
                     continue
                 theirs = [
@@ -56,7 +56,7 @@ def find() -> Found:
                     if _is_lightning(each) and _is_method(vars(each).get(name))
                 ]
                 if theirs:
-                    key = f"{_short(mine)}.{name}"
+                    key = f"{_short(own_class)}.{name}"
                     found.sources[key] = _source_of(value)
                     found.overrides.setdefault(key, {}).update(
                         {each: theirs[theirs.index(each) :] for each in targets_in(theirs, found.sources[key])}
@@ -64,14 +64,14 @@ def find() -> Found:
     return found
 
 
-def targets_in(chain: list[str], mine: str, release: Release | None = None) -> list[str]:
+def targets_in(chain: list[str], own_source: str, release: Release | None = None) -> list[str]:
     """Returns the methods of Lightning that a method of this package replaces.
 
     These methods are the first method that the release defines, and further methods that ``super()`` calls.
 
     Args:
         chain: The methods with this name in all classes after the class of this package, in order.
-        mine: Source of this package's method. If it calls ``super()``, only the first method counts.
+        own_source: Source of this package's method. If it calls ``super()``, only the first method counts.
         release: The release; the installed one if None.
     """
     release = release or installed()
@@ -80,7 +80,7 @@ def targets_in(chain: list[str], mine: str, release: Release | None = None) -> l
     for theirs, source in existing:
         targets.append(theirs)
         call = f"super().{theirs.rpartition('.')[2]}"
-        if call in mine or call not in source:
+        if call in own_source or call not in source:
             break
     return targets
 

@@ -122,4 +122,4 @@ CALLED_INSTEAD = {
         f"{_FABRIC_DDP}._determine_ddp_device_ids",
     ],
 }
-REPLACED = {mine: [*map(renamed, targets)] for mine, targets in {**SET_ON_OBJECTS, **CALLED_INSTEAD}.items()}
+REPLACED = {override: [*map(renamed, targets)] for override, targets in {**SET_ON_OBJECTS, **CALLED_INSTEAD}.items()}

@@ -89,13 +89,16 @@ class Release:
 
 
 def _candidates(name: str) -> list[str]:
-    return [name, *(name.replace(other, mine) for mine, other in _OTHER_NAMES.items() if name.startswith(other))]
+    return [
+        name,
+        *(name.replace(other, own_name) for own_name, other in _OTHER_NAMES.items() if name.startswith(other)),
+    ]
 
 
 def renamed(name: str) -> str:
     """Returns a text with module names as in the package `lightning`."""
-    for mine, other in _OTHER_NAMES.items():
-        name = re.sub(rf"\b{mine}\b", other, name)
+    for own_name, other in _OTHER_NAMES.items():
+        name = re.sub(rf"\b{own_name}\b", other, name)
     return name
 
 

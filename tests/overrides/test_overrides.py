@@ -22,13 +22,13 @@ VERSIONS = sorted({version for by_version in HASHES.values() for version in by_v
 _EXPECTED = ("done:", "not needed:")
 
 
-def is_looked_at(mine: str) -> bool:
+def is_checked(override: str) -> bool:
     """Returns whether the module of a method could be imported."""
-    return not any(mine.startswith(f"{module}.") for module in find().not_imported)
+    return not any(override.startswith(f"{module}.") for module in find().not_imported)
 
 
 def test_each_override_has_one_entry():
-    pairs = [(entry.mine, entry.theirs) for entry in ENTRIES]
+    pairs = [(entry.override, entry.theirs) for entry in ENTRIES]
     assert sorted(pairs) == sorted(set(pairs)), "an override has several entries"
     missing = expected_pairs(installed()) - set(pairs)
     assert not missing, f"without an entry, see `python -m tests.overrides --skeleton`: {sorted(missing)}"
@@ -36,16 +36,18 @@ def test_each_override_has_one_entry():
 
 def test_no_entry_is_left_over():
     needed = expected_pairs(installed())
-    by_method = {entry.mine: {theirs for mine, theirs in needed if mine == entry.mine} for entry in ENTRIES}
+    by_method = {
+        entry.override: {theirs for override, theirs in needed if override == entry.override} for entry in ENTRIES
+    }
     for entry in ENTRIES:
         assert set(HASHES[entry.theirs].values()) != {"-"}, f"no release of Lightning has {entry.theirs}"
-        if (entry.mine, entry.theirs) in needed or not is_looked_at(entry.mine):
+        if (entry.override, entry.theirs) in needed or not is_checked(entry.override):
             continue
         # The entry is for another release, whose base classes define different methods.
-        methods = {entry.theirs} | by_method[entry.mine]
+        methods = {entry.theirs} | by_method[entry.override]
         differ = any(len({code == "-" for code in HASHES[method].values()}) > 1 for method in methods)
-        assert by_method[entry.mine], f"{entry.mine} overrides nothing"
-        assert differ, f"{entry.mine} does not override {entry.theirs}"
+        assert by_method[entry.override], f"{entry.override} overrides nothing"
+        assert differ, f"{entry.override} does not override {entry.theirs}"
 
 
 def test_the_code_of_the_installed_release_is_known():
@@ -64,7 +66,7 @@ def test_the_code_of_the_installed_release_is_known():
     assert not changed, f"not the code that Lightning {release.version} had: {changed}"
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.mine}-{entry.theirs.partition(':')[2]}")
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.override}-{entry.theirs.partition(':')[2]}")
 def test_an_entry_accounts_for_each_line(entry: Entry):
     if entry.kind == "lines":
         assert all(each.startswith(_EXPECTED) for each in entry.accounts), "neither done nor not needed"
@@ -81,7 +83,9 @@ def test_each_replaced_method_is_named_where_it_is_replaced():
                 replaced = _replaced_in(function)
                 if replaced:
                     found[f"_lightning.{path.stem}.{function.name}"] = replaced
-    expected = {mine: {theirs.rpartition(".")[2] for theirs in targets} for mine, targets in SET_ON_OBJECTS.items()}
+    expected = {
+        override: {theirs.rpartition(".")[2] for theirs in targets} for override, targets in SET_ON_OBJECTS.items()
+    }
     assert found == expected
 
 
@@ -137,7 +141,7 @@ def test_code_is_read_without_comments_docstrings_and_line_breaks():
 
 
 @pytest.mark.parametrize(("old", "new"), [("return 0", "return 1"), ("@property", ""), ("(self)", "(self, x)")])
-def test_another_code_has_another_hash(old, new):
+def test_changed_code_has_another_hash(old, new):
     before, after = (Source(text).source_of("base:Base.size") for text in (CHANGED, CHANGED.replace(old, new)))
     assert hash_of(before) != hash_of(after) != "-"
     assert hash_of(Source(CHANGED).source_of("base:Base.length")) == "-"

@@ -186,7 +186,7 @@ def resume_across(first: str, second: str, path: str) -> dict[str, torch.Tensor]
     return state_of(model)
 
 
-def test_checkpoints_go_from_stock_to_ours_and_back(tmp_path):
+def test_checkpoints_are_interchangeable_with_those_of_stock(tmp_path):
     names = [("ddp", "ddp"), ("ddp", "ddp_ext"), ("ddp_ext", "ddp"), ("ddp_ext", "ddp_ext")]
     states = [run_ranks(resume_across, a, b, str(tmp_path / f"{a}-{b}.ckpt"))[0] for a, b in names]
     for state in states[1:]:

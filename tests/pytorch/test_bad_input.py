@@ -97,7 +97,7 @@ def local_sgd(**arguments: Any) -> dict[str, Any]:
     return {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGDState(None, None, 2), **arguments}
 
 
-BY_BOTH_FACES = [
+FOR_BOTH_FRONT_ENDS = [
     Refusal({"process_group_backend": "mccl"}, ValueError, "'mccl'", "Use one of "),
     Refusal({"process_group_backend": "cpu:gloo,cuda:mccl"}, ValueError, "'cpu:gloo,cuda:mccl'", "Use one of "),
     Refusal({"process_group_backend": 5}, TypeError, "got 5", "'gloo'"),
@@ -151,7 +151,7 @@ BY_BOTH_FACES = [
     Refusal({"ddp_comm_state": "my state"}, ValueError, "'my state'", "`ddp_comm_hook`"),
 ]
 
-BY_THE_TRAINERS_FACE = [
+FOR_THE_TRAINER = [
     Refusal({"precision_plugin": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.pytorch"),
     Refusal(local_sgd(), ValueError, "PostLocalSGDState", "`model_averaging_period=4`", argument="ddp_comm_state"),
     Refusal({"model_averaging_period": 4}, ValueError, "=4` requires", "`ddp_comm_state` to be a PostLocalSGDState"),
@@ -161,7 +161,7 @@ BY_THE_TRAINERS_FACE = [
     ),
 ]
 
-BY_FABRICS_FACE = [
+FOR_FABRIC = [
     Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
     Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel accepts"),
     # Fabric's optimizer step bypasses the strategy's averaging, so the models would differ from then on.
@@ -169,18 +169,18 @@ BY_FABRICS_FACE = [
 ]
 
 
-@pytest.mark.parametrize("face", [DDPStrategy, FabricDDPStrategy], ids=["Trainer", "Fabric"])
-@pytest.mark.parametrize("refusal", BY_BOTH_FACES, ids=str)
-def test_constructors_refuse(refusal: Refusal, face: type) -> None:
-    refusal.check(face)
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, FabricDDPStrategy], ids=["Trainer", "Fabric"])
+@pytest.mark.parametrize("refusal", FOR_BOTH_FRONT_ENDS, ids=str)
+def test_constructors_refuse(refusal: Refusal, strategy_class: type) -> None:
+    refusal.check(strategy_class)
 
 
-@pytest.mark.parametrize("refusal", BY_THE_TRAINERS_FACE, ids=str)
+@pytest.mark.parametrize("refusal", FOR_THE_TRAINER, ids=str)
 def test_the_trainers_constructor_refuses(refusal: Refusal) -> None:
     refusal.check(DDPStrategy)
 
 
-@pytest.mark.parametrize("refusal", BY_FABRICS_FACE, ids=str)
+@pytest.mark.parametrize("refusal", FOR_FABRIC, ids=str)
 def test_fabrics_constructor_refuses(refusal: Refusal) -> None:
     refusal.check(FabricDDPStrategy)
 
@@ -192,10 +192,10 @@ def test_fabrics_constructor_refuses(refusal: Refusal) -> None:
 def test_a_backend_that_torch_was_built_without_is_refused(backend: str) -> None:
     if getattr(dist, f"is_{backend}_available")():
         pytest.skip(f"this build of torch has {backend}")
-    for face in (DDPStrategy, FabricDDPStrategy):
+    for strategy_class in (DDPStrategy, FabricDDPStrategy):
         Refusal(
             {"process_group_backend": backend}, RuntimeError, f"does not include {backend}", "Omit the argument"
-        ).check(face)
+        ).check(strategy_class)
 
 
 def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
@@ -254,8 +254,8 @@ def test_elastic_model_averaging_is_refused_without_advice_that_is_refused_too(
 
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext"])
 def test_a_batch_size_finder_is_refused_with_the_ways_to_find_a_size(strategy: str) -> None:
-    ways = r"`BatchSizeFinder` .*`Trainer\(strategy='auto', devices=1\)`.*`strategy='dp_ext'`"
-    with pytest.raises(MisconfigurationException, match=ways):
+    alternatives = r"`BatchSizeFinder` .*`Trainer\(strategy='auto', devices=1\)`.*`strategy='dp_ext'`"
+    with pytest.raises(MisconfigurationException, match=alternatives):
         make_trainer(strategy, callbacks=[BatchSizeFinder()]).fit(MLP(), loader())
 
 
@@ -293,12 +293,14 @@ def test_a_compiled_module_is_refused_with_two_ways_out_which_train() -> None:
 @pytest.mark.processes  # HorovodStrategy imports Horovod
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize(
-    ("strategy", "way_out"),
+    ("strategy", "alternative"),
     [(DataParallelStrategy, "Pass the module without `torch.compile`"), (HorovodStrategy, "Compile its submodules")],
 )
-def test_a_compiled_module_is_refused_by_the_strategy_with_a_way_out(strategy, way_out, stage) -> None:
+def test_a_compiled_module_is_refused_by_the_strategy_with_a_way_out(strategy, alternative, stage) -> None:
     trainer = make_trainer(strategy(), devices=2)
-    with pytest.raises(RuntimeError, match=rf"`{strategy.__name__}` .*torch.compile.*{way_out}.*`strategy='ddp_ext'`"):
+    with pytest.raises(
+        RuntimeError, match=rf"`{strategy.__name__}` .*torch.compile.*{alternative}.*`strategy='ddp_ext'`"
+    ):
         getattr(trainer, stage)(torch.compile(Silent(), backend="eager"), loader())
     assert trainer.global_step == 0
 
@@ -312,7 +314,7 @@ def test_no_devices_are_refused(devices: Any) -> None:
         make_trainer("ddp_ext", devices=devices)
 
 
-def test_the_device_is_not_made_up_before_a_trainer_has_chosen_it() -> None:
+def test_root_device_raises_before_a_trainer_has_chosen_it() -> None:
     with pytest.raises(RuntimeError, match="Pass the strategy to a Trainer first"):
         _ = DDPStrategy().root_device
 
@@ -360,7 +362,7 @@ class WithBatchNormOfAHook(MLP):
 
 
 @pytest.mark.processes
-def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
+def test_sync_batchnorm_on_cpu_is_refused_for_a_layer_that_a_hook_creates() -> None:
     with pytest.raises(ValueError, match=r"^`sync_batchnorm=True` requires GPUs"):
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNormOfAHook(), loader())
 

@@ -80,7 +80,7 @@ class Training:
     num_buckets: int
     num_all_reduces: int
     num_steps: int
-    said: str
+    log_text: str
 
 
 def train(cap: Any, case: str, **options: Any) -> Training:
@@ -93,9 +93,9 @@ def train(cap: Any, case: str, **options: Any) -> Training:
     strategy = DDPStrategy(bucket_cap_mb=cap, **arguments)
     trainer, model = fit(strategy, kind, callbacks=[observe], **{"max_epochs": 1000, **more, **options})
     logger.removeHandler(handler)
-    said = "\n".join(line for line in lines if line.startswith("`bucket_cap_mb"))
+    log_text = "\n".join(line for line in lines if line.startswith("`bucket_cap_mb"))
     num_all_reduces = observe.num_all_reduces() if observe.num_steps_since else 0
-    return Training(state_of(model), observe.caps, observe.num_buckets, num_all_reduces, trainer.global_step, said)
+    return Training(state_of(model), observe.caps, observe.num_buckets, num_all_reduces, trainer.global_step, log_text)
 
 
 def train_all() -> dict[str, tuple[Training, Training]]:
@@ -111,24 +111,26 @@ def train_all() -> dict[str, tuple[Training, Training]]:
 def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
     first, second = run_ranks(train_all)
     turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_REPEATS
-    for case, (tried, usual) in first.items():
-        assert_same_bits(tried.state, usual.state)
-        chosen = re.match(r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)\. |DDP's default sizes)", tried.said)
-        assert chosen, f"{case}: {tried.said}"
+    for case, (tried, default) in first.items():
+        assert_same_bits(tried.state, default.state)
+        chosen = re.match(
+            r"`bucket_cap_mb='auto'`: set to (?:bucket_cap_mb=(\S+)\. |DDP's default sizes)", tried.log_text
+        )
+        assert chosen, f"{case}: {tried.log_text}"
         assert tried.caps == [*turns, turns[0] if chosen[1] is None else round(float(chosen[1]) * 2**20)], case
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once
             per_step, rest = divmod(tried.num_all_reduces, NUM_PROFILED)
             assert per_step > 0 == rest, case
             assert tried.num_buckets in (per_step, 0), case  # DDP of torch 2.5 does not report the number
-        other, usual = second[case]
-        assert_same_bits(other.state, usual.state)
-        assert (other.caps, other.num_all_reduces, other.said) == (tried.caps, tried.num_all_reduces, ""), case
+        other, default = second[case]
+        assert_same_bits(other.state, default.state)
+        assert (other.caps, other.num_all_reduces, other.log_text) == (tried.caps, tried.num_all_reduces, ""), case
 
 
 def train_little() -> list[str]:
     found = []
     for bucket_search.SIZES_MB in (SIZES_MB, (1.0,)):  # type: ignore[misc]
-        found.append(train("auto", "buffers", max_steps=3).said)
+        found.append(train("auto", "buffers", max_steps=3).log_text)
     return found
 
 
@@ -171,7 +173,7 @@ def test_a_monitor_follows_from_size_to_size(tmp_path, monkeypatch):
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy])
-def test_what_cannot_be_with_it_is_refused(kind, arguments):
+def test_arguments_that_cannot_be_combined_with_a_bucket_search_are_refused(kind, arguments):
     with pytest.raises(
         ValueError, match=f"tries buckets of several sizes.*`{next(iter(arguments))}=.*Omit that argument"
     ):

@@ -33,8 +33,8 @@ def test_every_argument_of_the_installed_ddp_is_offered_with_its_default_but_one
     parser = ArgumentParser()
     parser.add_class_arguments(strategy_class, "strategy")
     offered = vars(parser.get_defaults().strategy)
-    beside = {"module", "device_ids", "output_device", "device", "kwargs", "ddp_kwargs"} & offered.keys()
-    assert beside == set()
+    excluded = {"module", "device_ids", "output_device", "device", "kwargs", "ddp_kwargs"} & offered.keys()
+    assert excluded == set()
     assert {name: offered.get(name, "missing") for name in DDP_DEFAULTS} == {
         **DDP_DEFAULTS,
         "gradient_as_bucket_view": True,
@@ -85,12 +85,12 @@ def strategy_options(strategy: str, **values: object) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["DDPStrategy", "DDPSpawnStrategy"])
-def test_options_reach_ddp_and_omitted_options_keep_our_default(strategy: str, tmp_path: Path) -> None:
+def test_options_reach_ddp_and_omitted_options_keep_the_default(strategy: str, tmp_path: Path) -> None:
     options = strategy_options(strategy, find_unused_parameters="true", bucket_cap_mb=3)
     assert f"in DDP: True True {3 * 2**20}" in fit(tmp_path, *TRAINER, *options)
 
 
-def said(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
+def output_of(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
     """Returns standard output and standard error of a command line that exits before the training."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", ["script.py", "fit", *options])
@@ -105,7 +105,7 @@ def test_a_printed_config_trains_as_the_options_that_it_was_printed_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = strategy_options("DDPStrategy", find_unused_parameters="true", gradient_as_bucket_view="false")
-    printed, _ = said(capsys, *TRAINER, *options, "--print_config")
+    printed, _ = output_of(capsys, *TRAINER, *options, "--print_config")
     assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"].keys() >= DDP_DEFAULTS.keys()
     config = tmp_path / "printed.yaml"  # LightningCLI saves its own configuration in config.yaml
     config.write_text(printed)
@@ -113,13 +113,13 @@ def test_a_printed_config_trains_as_the_options_that_it_was_printed_for(
 
 
 def test_help_describes_the_arguments_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = said(capsys, "--trainer.strategy.help=lightning_strategies_ext.DDPStrategy")
+    text, _ = output_of(capsys, "--trainer.strategy.help=lightning_strategies_ext.DDPStrategy")
     assert [name for name in DDP_DEFAULTS if f".{name} " not in text] == []
     assert re.search(r"\.gradient_as_bucket_view [^-]*default: True", text), text
 
 
 def test_an_option_that_neither_the_strategy_nor_ddp_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    _, error = said(capsys, *TRAINER, *strategy_options("DDPStrategy", find_unused_params="true"))
+    _, error = output_of(capsys, *TRAINER, *strategy_options("DDPStrategy", find_unused_params="true"))
     assert "find_unused_params" in error
 
 

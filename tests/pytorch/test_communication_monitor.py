@@ -235,9 +235,9 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
         assert second[name][2] == [None] * 3
         assert metrics == second[name][3]  # only values that the user has logged
         rows = (tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines()
-        place = rows[0].split(",").index("communication/slowest_rank")
-        said = [row.split(",")[place] for row in rows[1:] if row.split(",")[place]]
-        assert mode(map(float, said)) == slow, said  # on a busy machine, not in each window
+        column = rows[0].split(",").index("communication/slowest_rank")
+        slowest_ranks = [row.split(",")[column] for row in rows[1:] if row.split(",")[column]]
+        assert mode(map(float, slowest_ranks)) == slow, slowest_ranks  # on a busy machine, not in each window
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -280,7 +280,7 @@ def test_a_failing_communication_monitor_causes_no_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp_spawn_ext", 2), ("dp_ext", 2), ("auto", 1)], ids=["workers", "dp", "one"]
 )
-def test_what_it_has_found_is_in_the_users_callback(
+def test_the_callback_of_the_user_has_the_results(
     strategy: str, devices: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = CommunicationMonitor(every_n_steps=4, plot=False)
@@ -308,7 +308,7 @@ def train_over_horovod(directory: str) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_over_horovod(tmp_path: Path) -> None:
+def test_exchanges_over_horovod_are_recorded(tmp_path: Path) -> None:
     for rank, (without, with_it, times, num_bytes) in enumerate(
         run_horovod("horovodrun", train_over_horovod, str(tmp_path))
     ):
@@ -327,7 +327,7 @@ def test_over_horovod(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "expected_text"),
     [
         ({"every_n_steps": 0}, ValueError, "`every_n_steps=0` must be at least 1"),
         ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be a whole number, got '9'"),
@@ -336,13 +336,13 @@ def test_over_horovod(tmp_path: Path) -> None:
         ({"plot": "no"}, TypeError, "`plot` must be True or False, got 'no'"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments: Any, error: type[Exception], said: str) -> None:
+def test_arguments_that_cannot_work_are_refused(arguments: Any, error: type[Exception], expected_text: str) -> None:
     with pytest.raises(error) as raised:
         CommunicationMonitor(**arguments)
-    assert said in str(raised.value)
+    assert expected_text in str(raised.value)
 
 
-def test_a_strategy_whose_exchanges_cannot_be_seen_is_refused() -> None:
+def test_a_strategy_whose_exchanges_cannot_be_observed_is_refused() -> None:
     class Trainer:
         callbacks: ClassVar[list[Any]] = []
         strategy = FSDPStrategy()

@@ -215,9 +215,9 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_run(tmp_path: Path) -
         saved = torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=False)
         assert_same_bits(saved["state_dict"], whole)
         after = torch.load(tmp_path / name / "after.ckpt", weights_only=False)
-        [kept], [kept_after] = saved["optimizer_states"], after["optimizer_states"]
-        assert kept.keys() == kept_after.keys() > {"state", "param_groups"}
-        assert numbers_in(kept) == pytest.approx(numbers_in(kept_after), abs=1e-6)
+        [saved_states], [states_after] = saved["optimizer_states"], after["optimizer_states"]
+        assert saved_states.keys() == states_after.keys() > {"state", "param_groups"}
+        assert numbers_in(saved_states) == pytest.approx(numbers_in(states_after), abs=1e-6)
     # Trainings with a different compression, or without, can load the checkpoint, also on one device.
     run_ranks(train_with_another, tmp_path)
     trainer = make_trainer("auto", devices=1, max_epochs=2)
@@ -287,7 +287,7 @@ class AveragesAtTheEnd(pl.Callback):
             parameter.data.copy_(total / trainer.global_step)
 
 
-class SeesCheckpoints(pl.Callback):
+class RecordsCheckpoints(pl.Callback):
     def __init__(self) -> None:
         self.saved: dict[str, Tensor] = {}
 
@@ -306,7 +306,7 @@ def train_with_averages(directory: Path) -> dict[str, dict]:
             "swa": lambda: StochasticWeightAveraging(0.05, 1, 1),
             "own": AveragesAtTheEnd,
         }.items():
-            model, callback, seen = seeded(KeepsAverage), make(), SeesCheckpoints()
+            model, callback, seen = seeded(KeepsAverage), make(), RecordsCheckpoints()
             saves = ModelCheckpoint(directory / f"{compression.name} {name}", save_last=True, save_top_k=0)
             trainer = make_trainer(
                 DDPStrategy(compression=compression),
@@ -362,7 +362,7 @@ def train_alone() -> tuple[dict, dict]:
 
 
 @pytest.mark.processes
-def test_one_rank_loses_nothing() -> None:
+def test_one_rank_trains_bitwise_as_without_compression() -> None:
     [(plain, compressed)] = run_ranks(train_alone, world_size=1)
     assert_same_bits(plain, compressed)
 
@@ -385,7 +385,7 @@ def test_manual_optimization_with_two_optimizers_ends_with_one_model() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["topk", "diloco"])
-def test_workers_bring_the_model_back_and_what_is_to_be_saved(name: str, tmp_path: Path) -> None:
+def test_workers_return_the_model_and_the_state_to_save(name: str, tmp_path: Path) -> None:
     model = seeded(Wide)
     before = state_of(model)
     trainer = make_trainer(f"ddp_spawn_ext_{name}")

@@ -41,7 +41,7 @@ FORK_NAMES = [name for name, start_method in START_METHODS.items() if start_meth
 
 
 @pytest.mark.forked
-def test_it_is_a_lightning_ddp_strategy():
+def test_the_strategy_is_a_ddp_strategy_of_lightning():
     strategy = make_trainer("ddp_ext", devices=1).strategy
     for kind in (DDPStrategy, ParallelStrategy, LightningDDPStrategy, LightningParallelStrategy):
         assert isinstance(strategy, kind)
@@ -284,6 +284,6 @@ def train_with_sync_batchnorm_on_cpu() -> None:
 
 
 @pytest.mark.processes
-def test_sync_batchnorm_on_cpu_is_refused_before_anything_starts():
+def test_sync_batchnorm_on_cpu_is_refused_on_every_rank():
     for outcome in outcomes_of_ranks(train_with_sync_batchnorm_on_cpu):
         assert "`sync_batchnorm=True` requires GPUs" in outcome.error

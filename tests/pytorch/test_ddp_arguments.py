@@ -42,7 +42,7 @@ def train_with(**arguments: Any) -> dict:
     return state_of(fit(DDPStrategy(**arguments), max_epochs=1)[1])
 
 
-class NotingCheckpointIO(TorchCheckpointIO):
+class RecordingCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         self.saved: list[str] = []
 
@@ -52,7 +52,7 @@ class NotingCheckpointIO(TorchCheckpointIO):
 
 
 def train_with_plugins(directory: Path, gives_devices: bool) -> dict[str, Any]:
-    environment, checkpoint_io = LightningEnvironment(), NotingCheckpointIO()
+    environment, checkpoint_io = LightningEnvironment(), RecordingCheckpointIO()
     precision = MixedPrecision("bf16-mixed", "cpu")
     # Lightning's Trainer accepts an accelerator or CPU devices of a strategy, but not both.
     accelerator, devices = (None, [torch.device("cpu")] * 2) if gives_devices else (CPUAccelerator(), None)
@@ -100,7 +100,7 @@ def compressed_and_not(kind: str) -> list[dict]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "wrapper", "state"])
-def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
+def test_a_communication_hook_also_exchanges_gradients_on_cpu(kind):
     outcomes = run_ranks(compressed_and_not, kind)
     for compressed, exact in outcomes:
         assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook had no effect"
@@ -109,7 +109,7 @@ def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
     assert_same_bits(outcomes[0][0], outcomes[1][0])
 
 
-class NoteWeights(pl.Callback):
+class RecordsWeights(pl.Callback):
     def __init__(self) -> None:
         self.weights: list[list[float]] = []
 
@@ -119,13 +119,13 @@ class NoteWeights(pl.Callback):
 
 def train_locally() -> list[list[float]]:
     """Trains with post-local SGD: exchanges gradients for two steps only, and averages models every third step."""
-    note = NoteWeights()
+    recorder = RecordsWeights()
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
     strategy = DDPStrategy(
         ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=3
     )
-    fit(strategy, callbacks=[note], max_epochs=1)
-    return note.weights
+    fit(strategy, callbacks=[recorder], max_epochs=1)
+    return recorder.weights
 
 
 @pytest.mark.processes
@@ -137,16 +137,16 @@ def test_with_post_local_sgd_models_differ_and_are_averaged_by_its_period():
 
 
 def train_within_the_host() -> list[list[float]]:
-    note = NoteWeights()
+    recorder = RecordsWeights()
     state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not logged
     fit(
         DDPStrategy(
             ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4
         ),
-        callbacks=[note],
+        callbacks=[recorder],
         max_epochs=1,
     )
-    return note.weights
+    return recorder.weights
 
 
 @pytest.mark.processes
@@ -173,7 +173,7 @@ def test_timeout_bounds_a_collective():
     assert 1 < run_ranks(time_out)[0] < 4
 
 
-def look_at_process_group() -> tuple[str | None, str, float]:
+def inspect_process_group() -> tuple[str | None, str, float]:
     strategy = make_trainer(DDPStrategy(process_group_backend="cpu:gloo")).strategy
     strategy.setup_environment()
     return strategy.process_group_backend, dist.get_backend(), strategy.reduce(torch.tensor(3.0)).item()
@@ -207,10 +207,10 @@ def test_cpu_ranks_that_share_hosts_share_memory_there_by_default(world_size: in
 
 @pytest.mark.processes
 def test_process_group_backend_is_used():
-    assert run_ranks(look_at_process_group) == [("cpu:gloo", "cpu:gloo", 3.0)] * 2
+    assert run_ranks(inspect_process_group) == [("cpu:gloo", "cpu:gloo", 3.0)] * 2
 
 
-class Look(pl.Callback):
+class Inspects(pl.Callback):
     """A callback that records DDP's settings and the collectives of one forward pass."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class Look(pl.Callback):
             self.gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()]
 
 
-def look_at_ddp() -> list[Any]:
+def inspect_ddp() -> list[Any]:
     seen = []
     for model, arguments in (
         (MLP, {}),
@@ -239,15 +239,15 @@ def look_at_ddp() -> list[Any]:
         (MLP, {"gradient_as_bucket_view": False, "find_unused_parameters": True}),
         (WithBatchNorm, {"static_graph": True}),
     ):
-        look = Look()
-        fit(DDPStrategy(**arguments), model, callbacks=[look], max_epochs=1)
-        seen.append((look.settings, look.collectives, len(set(look.gradients))))
+        inspection = Inspects()
+        fit(DDPStrategy(**arguments), model, callbacks=[inspection], max_epochs=1)
+        seen.append((inspection.settings, inspection.collectives, len(set(inspection.gradients))))
     return seen
 
 
 @pytest.mark.processes
 def test_defaults_keep_gradients_once_and_broadcast_no_missing_buffer():
-    plain, with_reducer, chosen, with_buffers = run_ranks(look_at_ddp)[0]
+    plain, with_reducer, chosen, with_buffers = run_ranks(inspect_ddp)[0]
     assert plain == ((True, False, False), [], 1), "small gradients are parts of one tensor"
     assert with_reducer == ((True, False, False), [], 1), "gradients lie in one bucket"
     assert chosen == ((False, True, False), [], 4), "the user's choice holds"

@@ -19,7 +19,7 @@ from lightning_strategies_ext import DDPRayStrategy, WorkerDiedError, WorkerRais
 from tests.support.ddp_spawn_trainers import Node, Stateful, seeded
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY
-from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray, own_ray
+from tests.support.ray_clusters import FOREVER_S, HALF, assert_no_process_remains, needs_ray, own_ray
 
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 
@@ -34,7 +34,7 @@ def on_ray(devices: int = 2, **kwargs: Any) -> Trainer:
     return make_trainer(DDPRayStrategy(**HALF), devices=devices, **kwargs)
 
 
-class Notes(Callback):
+class Records(Callback):
     """A user's callback with several kinds of attributes."""
 
     def __init__(self) -> None:
@@ -50,20 +50,20 @@ class Notes(Callback):
         self.tensor += 1
 
 
-def test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back(tmp_path):
+def test_ray_workers_train_as_spawned_workers_and_return_all_results(tmp_path):
     results = []
     for trainer in (make_trainer("ddp_spawn_ext", max_epochs=2), on_ray(max_epochs=2)):
-        model, notes = seeded(Stateful), Notes()
-        steps, node = notes.steps, notes.node
+        model, records = seeded(Stateful), Records()
+        steps, node = records.steps, records.node
         saves = ModelCheckpoint(tmp_path / type(trainer.strategy).__name__, monitor="loss_epoch", save_top_k=2)
-        trainer.callbacks += [notes, saves]
+        trainer.callbacks += [records, saves]
         trainer.fit(model, loader(shuffle=True))
         first = state_of(model)
         trainer.fit_loop.max_epochs = 3
         trainer.fit(model, loader(shuffle=True))
-        assert steps is notes.steps == list(range(1, 25))
-        assert node is notes.node
-        assert notes.niceness == os.nice(0)
+        assert steps is records.steps == list(range(1, 25))
+        assert node is records.node
+        assert records.niceness == os.nice(0)
         assert Path(saves.best_model_path).exists()
         optimizer = trainer.optimizers[0]
         assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
@@ -74,7 +74,7 @@ def test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back(tmp_pat
                 **{name: metric.clone() for name, metric in trainer.callback_metrics.items()},
                 "Adam": optimizer.state[next(model.parameters())]["exp_avg"].clone(),
                 "best": saves.best_model_score.clone(),
-                "tensor": notes.tensor.clone(),
+                "tensor": records.tensor.clone(),
                 "node": torch.tensor(node.values),
                 "random": torch.rand(3),
             }
@@ -82,7 +82,7 @@ def test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back(tmp_pat
     assert_same_bits(*results)
 
 
-def test_workers_stay_and_predictions_come_in_the_order_of_the_dataset():
+def test_workers_are_reused_and_predictions_are_in_the_order_of_the_dataset():
     trainer = on_ray()
     model = seeded()
     trainer.fit(model, loader())
@@ -112,23 +112,23 @@ class Large(MLP):
 
 def test_large_tensors_are_returned_and_are_writable():
     model = Large()
-    place = model.large.data_ptr()
+    address = model.large.data_ptr()
     trainer = on_ray(max_epochs=1)
     trainer.fit(model, loader(16))
-    assert model.large.data_ptr() == place
+    assert model.large.data_ptr() == address
     assert (model.large > 0).all()
     assert model.large.unique().numel() == 1
     model.large.data += 1
 
 
-class Speaks(Callback):
+class Prints(Callback):
     def on_train_start(self, trainer, pl_module):
         print(f"rank {trainer.global_rank} (local {trainer.local_rank}) of {trainer.world_size} speaks")
         os.system("echo a child of it, too")
 
 
-def test_what_workers_print_is_shown_here_before_fit_returns(capfd):
-    on_ray(callbacks=[Speaks()], max_epochs=1).fit(MLP(), loader())
+def test_the_output_of_workers_is_printed_before_fit_returns(capfd):
+    on_ray(callbacks=[Prints()], max_epochs=1).fit(MLP(), loader())
     shown = capfd.readouterr().out
     assert "rank 0 (local 0) of 2 speaks\n" in shown
     assert "rank 1 (local 1) of 2 speaks\n" in shown
@@ -220,7 +220,7 @@ other.strategy.close()
 )
 
 
-def test_what_the_cells_of_a_notebook_define_goes_to_workers_that_stay(tmp_path, monkeypatch):
+def test_definitions_of_notebook_cells_reach_reused_workers(tmp_path, monkeypatch):
     import ray
 
     nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat, nbclient and ipykernel")
@@ -246,13 +246,13 @@ class MyError(Exception):
 
 
 class Fails(MLP):
-    def __init__(self, how: str) -> None:
+    def __init__(self, behavior: str) -> None:
         super().__init__()
-        self.how = how
+        self.behavior = behavior
 
     def training_step(self, batch, batch_idx):
         if self.global_step == 3 and self.global_rank == 1:
-            if self.how == "raises":
+            if self.behavior == "raises":
                 raise MyError("bad sample")
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
@@ -270,7 +270,7 @@ def test_an_error_names_rank_host_and_cause_and_another_fit_works():
     assert trainer.state.finished
 
 
-def test_a_killed_worker_is_noticed_at_once():
+def test_a_killed_worker_is_detected_at_once():
     trainer = on_ray()
     began = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) exited.*Ray reports: .*killed"):
@@ -280,7 +280,7 @@ def test_a_killed_worker_is_noticed_at_once():
     assert trainer.state.finished
 
 
-def test_a_worker_whose_daemon_is_gone_is_lost_also_where_that_is_all_it_can_say():
+def test_a_worker_is_lost_if_ray_reports_only_a_broken_pipe():
     import ray
     from ray.exceptions import RaySystemError
 
@@ -320,7 +320,7 @@ class Slow(MLP):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, signum):
+def test_a_signal_stops_all_ranks_and_their_state_is_returned(tmp_path, signum):
     def press() -> None:
         while len(list(tmp_path.iterdir())) < 2 and not is_over.wait(0.02):
             pass
@@ -344,13 +344,13 @@ def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, sign
     assert trainer.received_sigterm == (signum == signal.SIGTERM)
 
 
-def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
+def test_no_actor_remains_in_the_cluster_after_the_workers_have_exited():
     trainer = on_ray()
     trainer.fit(MLP(), loader())
     pids = trainer.strategy.launcher.pids
     trainer.strategy.close()
     assert trainer.strategy.launcher.pids == []
-    assert_nothing_is_left(pids)
+    assert_no_process_remains(pids)
 
 
 # --- rejected arguments ---
@@ -393,12 +393,12 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(arguments, error, message):
+def test_invalid_arguments_are_refused_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         DDPRayStrategy(**arguments)
 
 
-def test_what_the_trainer_asks_for_must_agree():
+def test_arguments_of_the_trainer_that_contradict_the_strategy_are_refused():
     with pytest.raises(ValueError, match="num_workers=2"):
         make_trainer(DDPRayStrategy(2), devices=3)
     with pytest.raises(ValueError, match="Ray decides"):

@@ -15,18 +15,18 @@ import pytest
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
-    test_a_killed_worker_is_noticed_at_once,
-    test_a_signal_stops_all_ranks_and_what_they_have_done_is_here,
+    test_a_killed_worker_is_detected_at_once,
+    test_a_signal_stops_all_ranks_and_their_state_is_returned,
     test_an_error_names_rank_host_and_cause_and_another_fit_works,
-    test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back,
     test_large_tensors_are_returned_and_are_writable,
-    test_nothing_is_left_in_the_cluster_when_the_workers_have_ended,
-    test_what_workers_print_is_shown_here_before_fit_returns,
-    test_workers_stay_and_predictions_come_in_the_order_of_the_dataset,
+    test_no_actor_remains_in_the_cluster_after_the_workers_have_exited,
+    test_ray_workers_train_as_spawned_workers_and_return_all_results,
+    test_the_output_of_workers_is_printed_before_fit_returns,
+    test_workers_are_reused_and_predictions_are_in_the_order_of_the_dataset,
 )
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
-from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray
+from tests.support.ray_clusters import FOREVER_S, HALF, assert_no_process_remains, needs_ray
 
 pytestmark = [
     pytest.mark.processes,
@@ -138,7 +138,7 @@ def test_a_link_relay_ends_when_the_main_process_sends_nothing():
         call_until_it_ends()
 
 
-def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupted(cluster):
+def test_workers_of_a_collected_trainer_exit_after_the_interrupted_call(cluster):
     from ray.util.client import ray as client
 
     trainer = make_trainer(DDPRayStrategy(**HALF), max_epochs=1)
@@ -148,10 +148,10 @@ def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupte
     with client.get_context().client_worker.data_client.lock:  # as in a call that triggers a garbage collection
         del trainer
         gc.collect()
-    assert_nothing_is_left(pids)
+    assert_no_process_remains(pids)
 
 
-def test_what_ray_client_needs_is_named_where_it_is_missing(monkeypatch):
+def test_an_error_names_the_missing_requirement_of_ray_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(StrategyUnavailableError, match=r"pip install 'ray\[client\]'"):
         DDPRayStrategy(address="ray://127.0.0.1:1")

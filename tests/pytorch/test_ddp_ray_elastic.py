@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
-from tests.support.elastic_script import Disturbance, Net, Plan, kill, once
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_plan
+from tests.support.elastic_script import Fault, Net, Plan, kill, once
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.namespace_hosts import ADDRESSES, NoHostsError, unplug
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
@@ -25,8 +25,8 @@ def variables() -> Iterator[dict[str, str]]:
         yield found
 
 
-def run(variables: dict[str, str], strategy: dict[str, Any], *disturbances: Disturbance, **plan: Any) -> Run:
-    whole = Plan(2, "ray", disturbances, {**HALF, **STRATEGY, **strategy}, **plan)
+def run(variables: dict[str, str], strategy: dict[str, Any], *faults: Fault, **plan: Any) -> Run:
+    whole = Plan(2, "ray", faults, {**HALF, **STRATEGY, **strategy}, **plan)
     return run_plan(whole, env=variables, timeout_s=PROGRAM_S)
 
 
@@ -51,7 +51,7 @@ def kill_one_after_the_other(net: Net, at: str) -> None:
 
 def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(variables):
     found = run(variables, {}, kill_one_after_the_other, pause_s=0.02, pauses_in=[1])
-    check_is_as_good_as_undisturbed(found)
+    check_is_as_accurate_as_uninterrupted(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2, 1, 2]
     assert found.worlds[1] == (1, 60)
     assert "with 1 ranks (0 new) from the commit at step 60; 10 steps are repeated" in found.output
@@ -70,8 +70,8 @@ def test_a_restart_beyond_max_restarts_ends_fit_with_the_cause(variables):
 
 
 def test_after_a_host_loss_the_worker_is_restarted_on_another_host(tmp_path):
-    impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
-    settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
+    health_check = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
+    settings = {f"RAY_health_check_{name}": value for name, value in health_check.items()}
     strategy = {**HALF, **STRATEGY, "placement_strategy": "SPREAD", "min_workers": 2, "address": "auto"}
     plan = Plan(2, "ray", [once(unplug, rank=1, step=70)], strategy)
     try:
@@ -79,7 +79,7 @@ def test_after_a_host_loss_the_worker_is_restarted_on_another_host(tmp_path):
             found = run_plan(plan, *hosts[0].enter(), env=variables, timeout_s=PROGRAM_S)
     except NoHostsError as error:
         pytest.skip(str(error))
-    check_is_as_good_as_undisturbed(found)
+    check_is_as_accurate_as_uninterrupted(found)
     assert found.worlds == [(2, 0), (2, 60)]
     assert f"on {ADDRESSES[1]}) exited in the middle of its work. Ray reports: the actor's node was" in found.output
 
@@ -96,7 +96,7 @@ def test_after_a_host_loss_the_worker_is_restarted_on_another_host(tmp_path):
         ({"elastic": False}, TypeError, "elastic=False"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
+def test_invalid_arguments_are_refused_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         DDPRayElasticStrategy(**arguments)
 

@@ -99,7 +99,7 @@ except Exception as error:
 """
 
 
-def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
+def test_workers_of_two_hosts_train_together_and_are_monitored(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     try:
         with ray_on_two_hosts(tmp_path, (2, 1)) as (hosts, environment, short):

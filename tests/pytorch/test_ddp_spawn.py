@@ -61,8 +61,8 @@ def test_the_weights_are_those_of_ddp_on_the_whole_batch(start_method):
 @pytest.mark.parametrize(
     "name",
     [
-        f"ddp_{how}_ext{variant}"
-        for how in ("spawn", "fork", "notebook")
+        f"ddp_{start_method}_ext{variant}"
+        for start_method in ("spawn", "fork", "notebook")
         for variant in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
     ],
 )
@@ -101,7 +101,7 @@ def globals_of_this_process() -> tuple[Any, ...]:
     )
 
 
-_kept: list[Any] = []
+_retained: list[Any] = []
 
 
 def use_workers(start_method: str) -> None:
@@ -109,7 +109,7 @@ def use_workers(start_method: str) -> None:
         del os.environ[name]
     strategy = DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method)
     assert strategy.spawn(os.getpid) != os.getpid()
-    _kept.append(
+    _retained.append(
         strategy
     )  # keeps the strategy until exit, like reference cycles of a Trainer; a collected strategy terminates its workers
 
@@ -273,7 +273,7 @@ class Remembers(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
-        self.also_seen = {"the same": self.seen}
+        self.seen_again = {"the same": self.seen}
         self.inner = nn.Module()
         self.inner.total = 0
         self.average = torch.zeros(NUM_CLASSES)
@@ -316,7 +316,7 @@ def test_attributes_of_the_module_and_the_datamodule_are_returned():
     seen, vocabulary, average, file = model.seen, data.vocabulary, model.average, model.file
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(model, datamodule=data)
-    assert seen is model.seen is model.also_seen["the same"]
+    assert seen is model.seen is model.seen_again["the same"]
     assert seen == list(range(8))
     assert model.inner.total == 8
     assert average is model.average

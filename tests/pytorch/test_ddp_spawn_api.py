@@ -63,7 +63,7 @@ class Queues(DDPSpawnStrategy):
 
 
 @pytest.mark.processes
-def test_a_strategy_can_bring_back_more():
+def test_a_strategy_can_return_additional_results():
     strategy = Queues()
     trainer = spawn_trainer(strategy, max_epochs=1)
     model = MLP()
@@ -91,7 +91,7 @@ class QueuesByModuleWithTrainer(MLP):
 
 
 @pytest.mark.processes
-def test_a_module_can_bring_back_more():
+def test_a_module_can_return_additional_results():
     for make_model, expected in ((QueuesByModule, [0, 1, 2]), (QueuesByModuleWithTrainer, [8, 8, 8])):
         model = make_model()
         spawn_trainer(max_epochs=1).fit(model, loader())

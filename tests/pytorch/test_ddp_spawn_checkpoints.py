@@ -111,7 +111,7 @@ def test_a_run_that_continues_from_the_main_process_checkpoint_repeats_no_sample
     assert_same_bits(weights["ddp_spawn_ext"], weights["auto"])
 
 
-class ForgetfulLoader(StatefulLoader):
+class LoaderWithoutIterator(StatefulLoader):
     """A loader whose iterator has the position, like torchdata's StatefulDataLoader; Lightning deletes the iterator."""
 
     def __iter__(self):
@@ -129,10 +129,10 @@ class FailsLate(pl.Callback):
 
 
 @pytest.mark.parametrize("ends_early", [StopsInTheMiddle, FailsLate])
-def test_where_the_training_data_was_is_saved_though_its_iterator_is_gone(ends_early, tmp_path):
+def test_the_position_in_the_training_data_is_saved_without_its_iterator(ends_early, tmp_path):
     trainer = make_trainer("ddp_fork_ext", **ALONE, callbacks=[ends_early()])
     with suppress(RuntimeError):
-        trainer.fit(seeded(), ForgetfulLoader(dataset(), batch_size=4))
+        trainer.fit(seeded(), LoaderWithoutIterator(dataset(), batch_size=4))
     trainer.save_checkpoint(tmp_path / "middle.ckpt")
     loop = torch.load(tmp_path / "middle.ckpt", weights_only=False)["loops"]["fit_loop"]
     assert loop["epoch_loop.batch_progress"]["current"]["ready"] == 11
@@ -146,7 +146,7 @@ class Fails(HasEverything):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_is_saved_on_an_exception_has_everything(tmp_path):
+def test_a_checkpoint_that_is_saved_on_an_exception_is_complete(tmp_path):
     saved = {}
     for strategy in ("auto", "ddp_spawn_ext"):
         path = tmp_path / strategy
@@ -174,7 +174,7 @@ class SavesWhenStopped(DDPSpawnStrategy):
             torch.save(trainer_stages.dump_checkpoint(self.lightning_module.trainer), self.path)
 
 
-class AsksToStop(pl.Callback):
+class RequestsStop(pl.Callback):
     """A callback that sends a SIGTERM to the main process, like a scheduler."""
 
     def __init__(self) -> None:
@@ -186,10 +186,10 @@ class AsksToStop(pl.Callback):
         time.sleep(0.1)
 
 
-def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
+def test_a_checkpoint_that_is_saved_after_a_sigterm_is_complete(tmp_path):
     model, data = seeded(HasEverything), HasState()
     strategy = SavesWhenStopped(tmp_path / "theirs.ckpt")
-    trainer = spawn_trainer(strategy, max_epochs=20, callbacks=[AsksToStop()])
+    trainer = spawn_trainer(strategy, max_epochs=20, callbacks=[RequestsStop()])
     with pytest.raises(SIGTERMException):
         trainer.fit(model, datamodule=data)
     assert 5 <= trainer.global_step < 100

@@ -58,7 +58,7 @@ class Prunes(MLP):
         nn.utils.prune.remove(self.net[0], "weight")
 
 
-def test_parts_that_the_stage_removed_are_gone():
+def test_parts_that_the_stage_removed_are_removed():
     states = []
     for strategy in ("auto", "ddp_spawn_ext"):
         model = seeded(Prunes)
@@ -195,9 +195,9 @@ KINDS = [Wraps, Compiles, Renames, Swaps, Inserts, Masks, Parametrizes, Parametr
 @pytest.mark.parametrize(
     ("kind", "first"), [*((kind, "fit") for kind in KINDS), (Wraps, "validate"), (Swaps, "validate")]
 )
-def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeypatch, kind, first):
+def test_layers_that_the_stage_moved_are_returned_with_their_values(monkeypatch, kind, first):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
-    states, are_there = [], []
+    states, are_present = [], []
     for strategy in ("auto", "ddp_fork_ext"):
         model = seeded(kind)
         held = list(model.parameters())
@@ -206,9 +206,9 @@ def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeyp
         for epoch in range(2):
             make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
             states.append({f"{epoch} {name}": tensor for name, tensor in state_of(model).items()})
-        are_there.append([any(own is each for own in model.parameters()) for each in held])
+        are_present.append([any(own is each for own in model.parameters()) for each in held])
         states[-1]["output"] = model.eval()(dataset().tensors[0]).detach()
-    assert are_there[1] == are_there[0]
+    assert are_present[1] == are_present[0]
     assert_same_bits(states[2], states[0])
     assert_same_bits(states[3], states[1])
 

@@ -49,7 +49,7 @@ class PutsUnpicklable(HasEverything):
         queue.put(open(os.devnull))  # noqa: SIM115
 
 
-class FailsToGet(HasEverything):
+class FailsInGetFromQueue(HasEverything):
     def add_to_queue(self, queue):
         queue.put(1)
 
@@ -58,7 +58,7 @@ class FailsToGet(HasEverything):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsToGet])
+@pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsInGetFromQueue])
 def test_results_that_cannot_be_transferred_are_saved_and_the_error_names_the_file(make_model, tmp_path):
     model, expected = seeded(make_model), seeded(HasEverything)
     spawn_trainer(max_epochs=1).fit(expected, loader())
@@ -88,18 +88,18 @@ class IsInterrupted(HasEverything):
         for _ in range(self.times):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
-        self.has_got = queue.get()
+        self.received = queue.get()
 
 
 @pytest.fixture
-def usual_ctrl_c():
+def ctrl_c_in_the_callback():
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)  # Lightning ignores further SIGINTs
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("usual_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c_in_the_callback")
 def test_a_ctrl_c_while_results_are_received_takes_effect_afterwards(caplog):
     model, expected = seeded(IsInterrupted), seeded(HasEverything)
     spawn_trainer(max_epochs=1).fit(expected, loader())
@@ -110,19 +110,19 @@ def test_a_ctrl_c_while_results_are_received_takes_effect_afterwards(caplog):
     assert trainer.interrupted
     assert trainer.strategy.launcher.pids == []
     assert trainer.global_step == model.steps_seen == 8
-    assert model.has_got == 1
+    assert model.received == 1
     assert_same_bits(state_of(model), state_of(expected))
     assert trainer.optimizers[0].state
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("usual_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c_in_the_callback")
 def test_a_second_ctrl_c_while_results_are_received_discards_them():
     model, trainer = seeded(IsInterrupted), spawn_trainer(max_epochs=1)
     model.times = 2
     with pytest.raises(SystemExit):
         trainer.fit(model, loader())
-    assert not hasattr(model, "has_got")
+    assert not hasattr(model, "received")
     assert trainer.strategy.launcher.pids == []
 
 
@@ -183,7 +183,7 @@ class HasSlots(MLP):
 
 
 @pytest.mark.parametrize(
-    ("make_model", "options", "said"),
+    ("make_model", "options", "expected_text"),
     [
         (HasLockInside, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLockInside cannot be sent"),
         (MLP, {"callbacks": [HasUnpicklable()]}, r"`node\.on_end` of the callback HasUnpicklable cannot be sent"),
@@ -206,12 +206,12 @@ class HasSlots(MLP):
         (HasSlots, {}, r"`slotted\.function` of the LightningModule HasSlots cannot be sent"),
     ],
 )
-def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
-    with pytest.raises(TypeError, match=said):
+def test_an_error_has_the_path_of_an_object_that_cannot_be_sent(make_model, options, expected_text):
+    with pytest.raises(TypeError, match=expected_text):
         spawn_trainer(**options).fit(make_model(), loader())
 
 
-def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
+def test_an_error_has_the_path_of_a_trainer_attribute_that_cannot_be_sent():
     trainer = spawn_trainer()
     trainer.notes = {"a": threading.Lock()}
     with pytest.raises(TypeError, match=r"`notes\['a'\]` of the Trainer cannot be sent"):
@@ -220,7 +220,7 @@ def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
+def test_a_profiler_works_in_several_stages(strategy, tmp_path):
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
     trainer, model = spawn_trainer(strategy, max_epochs=1, profiler=profiler), MLP()
     trainer.fit(model, loader())
@@ -271,12 +271,12 @@ class HoldsUnreadable(MLP):
 
 class CallbackHoldsUnreadable(pl.Callback):
     def __init__(self) -> None:
-        self.thing = NeedsArgument(3)
+        self.lazy_object = NeedsArgument(3)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("make_model", "callbacks", "said"),
+    ("make_model", "callbacks", "expected_text"),
     [
         (
             lambda: HoldsUnreadable(NeedsArgument(0)),
@@ -288,11 +288,11 @@ class CallbackHoldsUnreadable(pl.Callback):
             [],
             r"`net\.1\.choices\.a` of the LightningModule HoldsUnreadable cannot be rebuilt.*KeyError: 'only here'",
         ),
-        (MLP, [CallbackHoldsUnreadable()], r"`thing` of the callback CallbackHoldsUnreadable cannot be rebuilt"),
+        (MLP, [CallbackHoldsUnreadable()], r"`lazy_object` of the callback CallbackHoldsUnreadable cannot be rebuilt"),
     ],
 )
-def test_what_a_worker_cannot_rebuild_is_named_by_its_path(make_model, callbacks, said):
-    with pytest.raises(TypeError, match=f"{said}.*'ddp_fork_ext'"):
+def test_an_error_has_the_path_of_an_object_that_a_worker_cannot_rebuild(make_model, callbacks, expected_text):
+    with pytest.raises(TypeError, match=f"{expected_text}.*'ddp_fork_ext'"):
         spawn_trainer(callbacks=callbacks, max_epochs=1).fit(make_model(), loader())
 
 

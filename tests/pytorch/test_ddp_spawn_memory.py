@@ -50,7 +50,7 @@ def test_a_large_model_that_is_only_read_is_not_copied_into_each_worker():
     assert large.num_bytes - small.num_bytes < 32 << 20
 
 
-def test_a_forked_worker_copies_nothing_of_what_the_main_process_has():
+def test_a_forked_worker_copies_no_objects_of_the_main_process():
     few, many = PrivateMemory(), PrivateMemory()
     spawn_trainer("ddp_fork_ext", callbacks=[few]).validate(MLP(), loader(), verbose=False)
     objects = [[index] for index in range(1_000_000)]  # 88 MB, to which a garbage collection writes
@@ -60,7 +60,7 @@ def test_a_forked_worker_copies_nothing_of_what_the_main_process_has():
     assert many.num_bytes - few.num_bytes < 32 << 20
 
 
-def test_bringing_back_a_large_model_takes_little_more_memory_than_the_model():
+def test_returning_a_large_model_needs_little_more_memory_than_the_model():
     model = Large(changes=True)
     trainer = spawn_trainer(max_epochs=1)
     trainer.validate(MLP(), loader(), verbose=False)

@@ -204,7 +204,7 @@ class Counts(pl.Callback):
         self.samples = samples
 
 
-def test_what_has_not_changed_stays_where_it_is():
+def test_unchanged_data_keeps_its_address():
     model = HoldsData()
     samples, before = model.samples, model.samples.clone()
     addresses = samples.data_ptr(), model.table.ctypes.data

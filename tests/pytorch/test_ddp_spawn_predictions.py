@@ -15,7 +15,7 @@ from tests.support.models import MLP, assert_same_bits, dataset, loader, make_tr
 pytestmark = pytest.mark.processes
 
 
-def test_validate_and_test_return_what_one_process_does(tmp_path):
+def test_validate_and_test_return_the_results_of_one_process(tmp_path):
     model = seeded()
     trainer = spawn_trainer()
     (validated,) = trainer.validate(model, loader(), verbose=False)
@@ -79,13 +79,13 @@ def first_samples(num_samples: int) -> DataLoader:
     return DataLoader(torch.utils.data.Subset(dataset(), range(num_samples)), batch_size=4)
 
 
-def test_every_rank_may_have_seen_everything():
+def test_every_rank_may_predict_all_samples():
     trainer = spawn_trainer(use_distributed_sampler=False)
     predictions = trainer.predict(PredictsIndices(), first_samples(13))
     assert torch.equal(joined(predictions), first_feature(range(13)))
 
 
-def test_a_samplers_order_is_kept():
+def test_predictions_are_in_the_order_of_the_sampler():
     indices = [5, 3, 60, 1, 7, 9, 2]
     trainer = spawn_trainer()
     predictions = trainer.predict(PredictsIndices(), loader(sampler=OrderedSampler(indices), batch_size=3))

@@ -16,7 +16,7 @@ from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_t
 pytestmark = pytest.mark.processes
 
 
-class NotesStart(pl.Callback):
+class RecordsStart(pl.Callback):
     """A callback that writes a file during training."""
 
     def __init__(self, path: str) -> None:
@@ -33,12 +33,12 @@ TRAIN_UNTIL_SIGTERM = """
 import sys
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.support.models import MLP, loader, make_trainer, state_of
-from tests.pytorch.test_ddp_spawn_scripts import NotesStart
+from tests.pytorch.test_ddp_spawn_scripts import RecordsStart
 
 if __name__ == "__main__":
     model = MLP()
     before = state_of(model)["net.0.weight"]
-    trainer = make_trainer("ddp_spawn_ext", max_epochs=-1, callbacks=[NotesStart(sys.argv[1])])
+    trainer = make_trainer("ddp_spawn_ext", max_epochs=-1, callbacks=[RecordsStart(sys.argv[1])])
     try:
         trainer.fit(model, loader())
     except SIGTERMException:
@@ -83,8 +83,8 @@ def test_two_hosts_share_the_work_and_each_has_the_results(tmp_path):
     """Two main processes, as on two hosts; both main processes have all predictions."""
     script = tmp_path / "train.py"
     script.write_text(FIT_AND_PREDICT.replace("{kwargs}", "{'num_nodes': 2, 'devices': 1}"))
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    hosts = [start_script(script, env={**place, "NODE_RANK": str(rank)}) for rank in range(2)]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    hosts = [start_script(script, env={**variables, "NODE_RANK": str(rank)}) for rank in range(2)]
     try:
         outputs = [host.communicate(timeout=300)[0] for host in hosts]
     finally:

@@ -49,7 +49,7 @@ class Counts(WithBatchNorm):
         return super().training_step(batch, batch_idx)
 
 
-class Notes(pl.Callback):
+class Records(pl.Callback):
     """A callback that writes on each rank to memory of all processes, and to memory that the worker creates."""
 
     def __init__(self, more: Any = None) -> None:
@@ -68,23 +68,23 @@ class Notes(pl.Callback):
     ids=["sent", "sent, loader's workers", "sent to forked", "inherited"],
 )
 def test_tensors_in_shared_memory_stay_shared(strategy, more, num_workers):
-    data, model, notes = Cached(), Counts(), Notes(multiprocessing.Lock() if more else None)
-    before = data.cache, data.num_loads, model.num_steps, notes.ranks["seen"]
+    data, model, records = Cached(), Counts(), Records(multiprocessing.Lock() if more else None)
+    before = data.cache, data.num_loads, model.num_steps, records.ranks["seen"]
     data_loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=num_workers)
-    trainer = spawn_trainer(strategy, callbacks=[notes], max_epochs=3)
+    trainer = spawn_trainer(strategy, callbacks=[records], max_epochs=3)
     trainer.fit(model, data_loader)
     assert data.num_loads.tolist() == [1] * SIZE
     assert data.cache[:, 0].tolist() == list(range(SIZE))
     assert model.num_steps.tolist() == [12, 12]
-    assert notes.ranks["seen"].tolist() == [1, 1]
+    assert records.ranks["seen"].tolist() == [1, 1]
     trainer.fit_loop.max_epochs = 4
     trainer.fit(model, data_loader)
     assert data.num_loads.tolist() == [1] * SIZE
     assert model.num_steps.tolist() == [16, 16]
-    assert notes.ranks["seen"].tolist() == [2, 2]
-    after = data.cache, data.num_loads, model.num_steps, notes.ranks["seen"]
+    assert records.ranks["seen"].tolist() == [2, 2]
+    after = data.cache, data.num_loads, model.num_steps, records.ranks["seen"]
     assert all(one is other for one, other in zip(before, after, strict=True))
-    assert all(tensor.is_shared() for tensor in (*after, notes.made))
+    assert all(tensor.is_shared() for tensor in (*after, records.made))
 
 
 @pytest.mark.parametrize("more", [None, "a lock"], ids=["sent", "inherited"])
@@ -94,7 +94,7 @@ def test_ranks_train_copies_of_a_model_in_shared_memory(more):
     weights = list(models[1].parameters())
     addresses = [weight.data_ptr() for weight in weights]
     for model in models:
-        callback = Notes(multiprocessing.Lock() if more else None)
+        callback = Records(multiprocessing.Lock() if more else None)
         spawn_trainer(strategy, callbacks=[callback], max_epochs=1).fit(model, loader())
     assert_same_bits(*map(state_of, models))
     assert [weight.data_ptr() for weight in weights] == addresses

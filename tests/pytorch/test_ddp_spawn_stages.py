@@ -125,7 +125,7 @@ def num_descriptors(_: int) -> int:
     return psutil.Process().num_fds()
 
 
-def test_workers_keep_nothing_of_the_stages_before():
+def test_workers_keep_no_descriptors_of_earlier_stages():
     trainer = spawn_trainer(callbacks=[descriptors := CountsDescriptors()])
     model = MLP()
     for _ in range(5):

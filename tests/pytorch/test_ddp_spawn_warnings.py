@@ -72,7 +72,7 @@ class HasLoader(pl.Callback):
         self.both["steps"] += 1
 
 
-def test_an_attribute_that_stays_in_the_worker_does_not_keep_the_others_there(caplog):
+def test_an_attribute_that_cannot_be_returned_does_not_affect_the_others(caplog):
     history: list[int] = []
     callbacks = [new := Changing(), changing := Changing(history), has_loader := HasLoader()]
     spawn_trainer(max_epochs=1, limit_train_batches=2, callbacks=callbacks).fit(MLP(), loader())
@@ -80,8 +80,8 @@ def test_an_attribute_that_stays_in_the_worker_does_not_keep_the_others_there(ca
     assert changing.history is history
     assert history == [1, 1]
     assert (has_loader.steps, has_loader.loader, has_loader.both) == (2, None, {"steps": 0})
-    (said,) = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
-    assert said.startswith("`both` of the callback HasLoader")
+    (message,) = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
+    assert message.startswith("`both` of the callback HasLoader")
 
 
 class Data(pl.LightningDataModule):
@@ -103,15 +103,15 @@ def test_each_attribute_that_cannot_be_returned_is_named_once(strategy, caplog):
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data, verbose=False)
     assert (callback.average, callback.steps) == (None, 2)
-    said = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
-    parts = Counter(message.partition(" was not returned")[0] for message in said)
+    messages = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
+    parts = Counter(message.partition(" was not returned")[0] for message in messages)
     assert parts == {
         "`average` of the callback Averages": 1,
         "`guard` of the LightningModule HasLockFromSetup": 1,
         "`net.1.guard` of the LightningModule HasLockFromSetup": 1,
         "`guard` of the datamodule Data": 1,
     }
-    assert any("weakref" in message for message in said)
+    assert any("weakref" in message for message in messages)
 
 
 class Collects(pl.Callback):
@@ -144,7 +144,7 @@ def test_results_that_a_callback_collects_in_predict_are_reported_as_rank_0s(cap
     trainer.predict(model, loader(num_samples=16), return_predictions=False)
     trainer.predict(model, loader(num_samples=16), return_predictions=False)
     assert 0 < len(collects.result) <= 16
-    said = [record.getMessage() for record in caplog.records if "rank 0" in record.getMessage()]
-    assert len(said) == 2
-    assert "`rows` of the callback Collects" in said[0]
-    assert "`result` of the callback Collects" in said[1]
+    messages = [record.getMessage() for record in caplog.records if "rank 0" in record.getMessage()]
+    assert len(messages) == 2
+    assert "`rows` of the callback Collects" in messages[0]
+    assert "`result` of the callback Collects" in messages[1]

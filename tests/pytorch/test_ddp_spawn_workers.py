@@ -41,19 +41,19 @@ def workers_of_this_process() -> list[psutil.Process]:
 
 
 def test_a_search_over_many_trainers_has_the_workers_of_one():
-    kept = []
+    retained = []
     pids = set()
     for _ in range(4):
         model = MLP()
         trainer = spawn_trainer(max_epochs=1)
         trainer.fit(model, loader())
         pids.update(trainer.strategy.launcher.pids)
-        kept.append((model, trainer))
+        retained.append((model, trainer))
     assert len(pids) == 2
     assert len(workers_of_this_process()) == 3  # two workers and the fork server
-    first = kept[0][1]
+    first = retained[0][1]
     first.fit_loop.max_epochs = 2
-    first.fit(kept[0][0], loader())
+    first.fit(retained[0][0], loader())
     assert set(first.strategy.launcher.pids) == pids
     assert first.global_step == 16
     three = spawn_trainer(devices=3, max_epochs=1)
@@ -71,7 +71,7 @@ class ReadsGlobal(MLP):
 
 
 def test_forked_workers_of_a_trainer_know_what_the_main_process_has_when_it_starts(monkeypatch):
-    here = sys.modules[__name__]
+    this_module = sys.modules[__name__]
     trainers, pids = [], set()
 
     def pids_after(trainer: pl.Trainer, model: MLP) -> list[int]:
@@ -81,34 +81,34 @@ def test_forked_workers_of_a_trainer_know_what_the_main_process_has_when_it_star
         return trainer.strategy.launcher.pids
 
     for rate in (0.01, 0.5):
-        monkeypatch.setattr(here, "RATE", rate)
+        monkeypatch.setattr(this_module, "RATE", rate)
         trainers.append(spawn_trainer("ddp_fork_ext", max_epochs=1))
         pids_after(trainers[-1], ReadsGlobal())
         assert trainers[-1].optimizers[0].param_groups[0]["lr"] == rate
-    monkeypatch.setattr(here, "Later", type("Later", (MLP,), {"__module__": __name__}), raising=False)
-    kept = spawn_trainer("ddp_fork_ext", max_epochs=1)
-    first = pids_after(kept, here.Later())
-    kept.fit_loop.max_epochs = 2
-    assert pids_after(kept, here.Later()) == first
-    monkeypatch.setattr(here, "RATE", 0.25)
+    monkeypatch.setattr(this_module, "Later", type("Later", (MLP,), {"__module__": __name__}), raising=False)
+    first_trainer = spawn_trainer("ddp_fork_ext", max_epochs=1)
+    first = pids_after(first_trainer, this_module.Later())
+    first_trainer.fit_loop.max_epochs = 2
+    assert pids_after(first_trainer, this_module.Later()) == first
+    monkeypatch.setattr(this_module, "RATE", 0.25)
     trainers[0].fit_loop.max_epochs = 2
     pids_after(trainers[0], ReadsGlobal())
     assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.25
     assert trainers[0].global_step == 16
-    monkeypatch.setattr(here, "RATE", 0.125)
+    monkeypatch.setattr(this_module, "RATE", 0.125)
     trainers[0].strategy.close()
     trainers[0].fit_loop.max_epochs = 3
     pids_after(trainers[0], ReadsGlobal())
     assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.125
 
 
-def test_workers_that_are_taken_over_start_as_new_ones_do():
+def test_workers_that_another_trainer_reuses_start_as_new_workers():
     expected = state_of(fit("ddp_spawn_ext", Stateful)[1])
     fit("ddp_spawn_ext", Configurable)
     assert_same_bits(state_of(fit("ddp_spawn_ext", Stateful)[1]), expected)
 
 
-def test_workers_need_not_be_kept_and_can_be_closed():
+def test_workers_exit_without_keep_workers_or_when_closed():
     trainer, model = spawn_trainer(DDPSpawnStrategy(keep_workers=False), max_epochs=1), seeded(Stateful)
     trainer.fit(model, loader())
     assert trainer.strategy.launcher.pids == []
@@ -195,11 +195,11 @@ def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(mo
     written = []
     write = memory_files.MemoryFile.write.__func__
 
-    def noting(cls: Any, buffers: Any) -> Any:
+    def recording(cls: Any, buffers: Any) -> Any:
         written.append(sum(memoryview(buffer).nbytes for buffer in buffers))
         return write(cls, buffers)
 
-    monkeypatch.setattr(memory_files.MemoryFile, "write", classmethod(noting))
+    monkeypatch.setattr(memory_files.MemoryFile, "write", classmethod(recording))
     model = HoldsLargeData()
     with DDPSpawnStrategy() as strategy:
         trainer = spawn_trainer(strategy, limit_test_batches=2)
@@ -211,17 +211,20 @@ def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(mo
         model.table[-1, -1] += 5
         metrics = trainer.test(model, loader(), verbose=False)[0]
         assert (metrics["sum"], metrics["table"]) == (model.samples.numel() + 2, model.table.size + 5)
-        assert kept_by(strategy) == model.samples.nbytes + model.table.nbytes
+        assert num_cached_bytes(strategy) == model.samples.nbytes + model.table.nbytes
         written.clear()
         other = spawn_trainer()
         other.test(model, loader(), verbose=False)
         assert max(written) < 1 << 20  # a Trainer that takes over the workers also takes over the cache
-        assert (kept_by(strategy), kept_by(other.strategy)) == (0, model.samples.nbytes + model.table.nbytes)
+        assert (num_cached_bytes(strategy), num_cached_bytes(other.strategy)) == (
+            0,
+            model.samples.nbytes + model.table.nbytes,
+        )
     other.strategy.close()
-    assert kept_by(other.strategy) == 0
+    assert num_cached_bytes(other.strategy) == 0
 
 
-def kept_by(strategy: DDPSpawnStrategy) -> int:
+def num_cached_bytes(strategy: DDPSpawnStrategy) -> int:
     return strategy.launcher.workers._cache.num_bytes
 
 
@@ -249,7 +252,7 @@ class SlowToSend:
         return str, (f"sent by {os.getpid()}",)
 
 
-def test_workers_whose_results_are_on_their_way_are_not_taken_over(tmp_path):
+def test_workers_whose_results_are_in_transfer_are_not_reused(tmp_path):
     devices = [torch.device("cpu")] * 2
     path = tmp_path / "sending"
     with DDPSpawnStrategy(parallel_devices=devices) as one, DDPSpawnStrategy(parallel_devices=devices) as other:

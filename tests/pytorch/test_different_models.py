@@ -21,29 +21,29 @@ pytestmark = pytest.mark.processes
 class Different(MLP):
     """A model with one difference on the last rank."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, difference: str) -> None:
         super().__init__()
-        self.how = how
+        self.difference = difference
 
     def configure_model(self) -> None:
         is_last = self.trainer.global_rank == self.trainer.world_size - 1
         if not is_last:
             return
-        if self.how == "shape":
+        if self.difference == "shape":
             self.net[0] = nn.Linear(8, 17)
-        elif self.how == "one more":
+        elif self.difference == "one more":
             self.more = nn.Linear(2, 2)
-        elif self.how == "dtype":
+        elif self.difference == "dtype":
             self.net[2].double()
-        elif self.how == "frozen":
+        elif self.difference == "frozen":
             self.net[2].bias.requires_grad_(False)
-        elif self.how == "buffer":
+        elif self.difference == "buffer":
             self.register_buffer("seen", torch.zeros(3))
-        elif self.how == "name":
+        elif self.difference == "name":
             self.net = nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.ReLU(), nn.Linear(16, 3))
 
 
-SAID = {
+EXPECTED_TEXTS = {
     "shape": ("parameter `net.0.weight` (float32, shape (16, 8))", "`net.0.weight` (float32, shape (17, 8))"),
     "one more": ("nothing more", "parameter `more.weight` (float32, shape (2, 2))"),
     "dtype": ("`net.2.weight` (float32, shape (3, 16))", "`net.2.weight` (float64, shape (3, 16))"),
@@ -53,9 +53,9 @@ SAID = {
 }
 
 
-def stage(name: str, how: str, backend: str | None = None, devices: int = 2) -> None:
+def stage(name: str, difference: str, backend: str | None = None, devices: int = 2) -> None:
     trainer = make_trainer(DDPStrategy(process_group_backend=backend), devices, max_epochs=1)
-    getattr(trainer, name)(Different(how), loader())
+    getattr(trainer, name)(Different(difference), loader())
 
 
 def errors(*args: Any, world_size: int = 2) -> list[str]:
@@ -67,11 +67,11 @@ def errors(*args: Any, world_size: int = 2) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("difference", EXPECTED_TEXTS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_error_of_each_rank_names_the_first_difference(how: str, world_size: int):
-    first, last = SAID[how]
-    for error in errors("fit", how, None, world_size, world_size=world_size):
+def test_the_error_of_each_rank_names_the_first_difference(difference: str, world_size: int):
+    first, last = EXPECTED_TEXTS[difference]
+    for error in errors("fit", difference, None, world_size, world_size=world_size):
         assert "ModelMismatchError: The ranks have different `Different` models: rank 0 has" in error
         assert first in error
         assert f"rank {world_size - 1} has" in error
@@ -79,11 +79,11 @@ def test_the_error_of_each_rank_names_the_first_difference(how: str, world_size:
 
 
 @pytest.mark.parametrize("name", ["validate", "predict"])
-def test_so_they_are_where_nothing_is_trained(name: str):
+def test_different_models_are_an_error_without_training(name: str):
     assert all("ModelMismatchError" in error for error in errors(name, "shape"))
 
 
-def test_over_gloo_too():
+def test_different_models_are_an_error_over_gloo():
     assert all("ModelMismatchError" in error for error in errors("fit", "shape", "gloo"))
 
 
@@ -92,7 +92,7 @@ def evaluate_frozen() -> bool:
     return True
 
 
-def test_what_needs_gradients_does_not_count_there():
+def test_requires_grad_may_differ_without_training():
     assert run_ranks(evaluate_frozen) == [True, True]
 
 
@@ -123,8 +123,8 @@ def with_fabric() -> str:
     return str(raised.value)
 
 
-def test_with_fabric_too():
-    assert all("rank 0 has the parameter `weight`" in said for said in run_ranks(with_fabric))
+def test_different_models_are_an_error_under_fabric():
+    assert all("rank 0 has the parameter `weight`" in text for text in run_ranks(with_fabric))
 
 
 def over_horovod() -> str:
@@ -134,8 +134,8 @@ def over_horovod() -> str:
     return str(raised.value)
 
 
-def test_over_horovod_too():
+def test_different_models_are_an_error_over_horovod():
     # The rank that is notified first exits, and Horovod's thread may terminate the other rank.
     output, outcomes = try_horovod("python", over_horovod)
     assert outcomes, output
-    assert all(SAID["shape"][1] in said for said in outcomes.values())
+    assert all(EXPECTED_TEXTS["shape"][1] in text for text in outcomes.values())

@@ -154,7 +154,7 @@ def test_documented_properties_are_properties(strategy: type, properties: list[s
         fabric.HorovodStrategy,
     ],
 )
-def test_a_barrier_can_be_given_anything(make_strategy: type) -> None:
+def test_barrier_accepts_any_arguments(make_strategy: type) -> None:
     strategy = make_strategy(parallel_devices=[torch.device("cpu")])
     for args, kwargs in (
         ((), {}),

@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 
-from tests.support.dp_training import WAYS, assert_trains_alike, each_way, train
+from tests.support.dp_training import MODES, assert_trains_alike, each_mode, train
 from tests.support.examples import EXAMPLE_ENVIRONMENT, example_packages
 from tests.support.models import (
     MLP,
@@ -25,10 +25,10 @@ from tests.support.ranks import REPOSITORY, run_script
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
-@each_way
-def test_training_equals_that_of_one_process_on_the_whole_batch(way, num_replicas):
+@each_mode
+def test_training_equals_that_of_one_process_on_the_whole_batch(make_strategy, num_replicas):
     # Batches of 10 samples and a last batch of 4: uneven for 3 and 4 replicas.
-    assert_trains_alike(way(num_replicas))
+    assert_trains_alike(make_strategy(num_replicas))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
@@ -37,7 +37,7 @@ def test_the_name_takes_the_trainers_devices(num_replicas):
 
 
 def test_a_batch_with_fewer_samples_than_replicas_trains_alike():
-    assert_trains_alike(WAYS["in turns"](4), data=loader(13, batch_size=5))  # 5, 5 and 3 samples
+    assert_trains_alike(MODES["in turns"](4), data=loader(13, batch_size=5))  # 5, 5 and 3 samples
 
 
 @cache
@@ -121,21 +121,21 @@ class Parametrized(MLP):
 
 
 @pytest.mark.parametrize("make_model", [Recurrent, Tied, Parametrized])
-@each_way
-def test_modules_of_many_kinds_train_alike(way, make_model):
-    assert_trains_alike(way(3), make_model)
+@each_mode
+def test_modules_of_many_kinds_train_alike(make_strategy, make_model):
+    assert_trains_alike(make_strategy(3), make_model)
 
 
-@each_way
-def test_synchronized_batch_normalization_uses_the_whole_batch(way):
-    ours = train(way(3), WithBatchNorm, sync_batchnorm=True)[1]
+@each_mode
+def test_synchronized_batch_normalization_uses_the_whole_batch(make_strategy):
+    ours = train(make_strategy(3), WithBatchNorm, sync_batchnorm=True)[1]
     assert_close(state_of(ours), state_of(train("auto", WithBatchNorm)[1]))
     assert type(ours.net[1]) is nn.BatchNorm1d
 
 
-@each_way
-def test_buffers_keep_the_first_replicas_update(way):
-    _, model = train(way(2), WithBatchNorm, max_epochs=1, limit_val_batches=0)
+@each_mode
+def test_buffers_keep_the_first_replicas_update(make_strategy):
+    _, model = train(make_strategy(2), WithBatchNorm, max_epochs=1, limit_val_batches=0)
     pl.seed_everything(11, verbose=False)
     alone = WithBatchNorm()
     optimizer = alone.configure_optimizers()
@@ -159,9 +159,9 @@ class RebindsABuffer(MLP):
         return super().loss(batch)
 
 
-@each_way
-def test_a_reassigned_buffer_is_kept_too(way):
-    _, model = train(way(2), RebindsABuffer, max_epochs=1, limit_val_batches=0)
+@each_mode
+def test_a_reassigned_buffer_keeps_the_first_replicas_update(make_strategy):
+    _, model = train(make_strategy(2), RebindsABuffer, max_epochs=1, limit_val_batches=0)
     expected = torch.zeros(NUM_FEATURES)
     for features, _ in loader(64, batch_size=10):
         expected = 0.5 * expected + 0.5 * features.tensor_split(2)[0].mean(0)
@@ -173,7 +173,7 @@ class WithDropout(MLP):
         return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, NUM_CLASSES))
 
 
-def test_what_dropout_draws_is_the_same_in_each_run():
+def test_dropout_draws_the_same_masks_in_each_run():
     states = [state_of(train("dp_ext", WithDropout, devices=3)[1]) for _ in range(2)]
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name

@@ -14,7 +14,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_close, loader, make_trainer, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -46,7 +46,7 @@ class Collector(nn.Module):
         return values
 
 
-def note_batch(model, x, y, i):
+def record_batch(model, x, y, i):
     model.steps += 1
     model.state["steps"] += 1
     model.state["nested"]["last"] = i
@@ -65,7 +65,7 @@ def append_records(model, x, y, i):
     model.records.extend({"label": label} for label in y.tolist())
 
 
-def note_samples(model, x, y, i):
+def record_samples(model, x, y, i):
     for features, label in zip(x, y, strict=True):
         model.by_sample[features.sum().item()] = label
     model.labels.update(y.tolist())
@@ -75,21 +75,21 @@ def note_samples(model, x, y, i):
     ("update", "attributes"),
     [
         (
-            note_batch,
+            record_batch,
             {"steps": 0, "state": {"steps": 0, "nested": {"last": None}, "config": None}, "recent": deque(maxlen=3)},
         ),
         (append_rows, {"lists": [[], []], "by_name": {"features": []}, "by_key": defaultdict(list), "pair": ([], 1)}),
         (append_records, {"records": []}),
-        (note_samples, {"by_sample": {}, "labels": set()}),
+        (record_samples, {"by_sample": {}, "labels": set()}),
         (lambda model, x, y, i: model.collector(x), {"collector": Collector()}),
         (lambda model, x, y, i: setattr(model, "last", [i, np.float32(1), np.ones(2)]), {"last": []}),
     ],
     ids=["the same in all", "rows", "records", "keys of their own", "a submodule's list", "set again"],
 )
-@each_way
-def test_attributes_become_what_one_step_on_the_whole_batch_makes_of_them(way, update, attributes):
+@each_mode
+def test_attributes_have_the_values_of_one_step_on_the_whole_batch(make_strategy, update, attributes):
     make_model = with_attributes(update, **attributes)
-    ours, theirs = train(way(3), make_model)[1], train("auto", make_model)[1]
+    ours, theirs = train(make_strategy(3), make_model)[1], train("auto", make_model)[1]
     names = attributes.keys()
     if "collector" in names:
         ours, theirs, names = ours.collector, theirs.collector, ["rows"]
@@ -199,10 +199,10 @@ def normalize_with_hidden(model, x, y, i):
         *("a module in a list", "a module's .data", "a module's buffers"),
     ],
 )
-@each_way
-def test_what_one_step_on_the_whole_batch_would_have_made_otherwise_is_refused(way, update, attributes, message):
+@each_mode
+def test_updates_that_differ_from_one_step_on_the_whole_batch_are_refused(make_strategy, update, attributes, message):
     with pytest.raises(RuntimeError, match=message):
-        make_trainer(way(2), 1).fit(with_attributes(update, **attributes)(), loader(10, batch_size=10))
+        make_trainer(make_strategy(2), 1).fit(with_attributes(update, **attributes)(), loader(10, batch_size=10))
 
 
 class WithBuffers(MLP):
@@ -226,7 +226,7 @@ def enqueue(model, x, y, i):
     model.queue[: len(x)] = x[:, 0]
 
 
-def enqueue_anew(model, x, y, i):
+def enqueue_again(model, x, y, i):
     model.queue = torch.cat([x[:, 0], model.queue])[:16]
 
 
@@ -249,17 +249,17 @@ def keep_running(model, x, y, i):
 
 @pytest.mark.parametrize(
     ("update", "name"),
-    [(enqueue, "queue"), (enqueue_anew, "queue"), (enqueue_columns, "queue"), (count, "counts")],
+    [(enqueue, "queue"), (enqueue_again, "queue"), (enqueue_columns, "queue"), (count, "counts")],
 )
-@each_way
-def test_a_queue_or_count_in_a_buffer_is_refused(way, update, name):
+@each_mode
+def test_a_queue_or_count_in_a_buffer_is_refused(make_strategy, update, name):
     with pytest.raises(RuntimeError, match=rf"the buffer `self\.{name}` of WithBuffers differently.*`running_`"):
-        make_trainer(way(2), 1).fit(WithBuffers(update), loader(10, batch_size=10))
+        make_trainer(make_strategy(2), 1).fit(WithBuffers(update), loader(10, batch_size=10))
 
 
-@each_way
-def test_buffers_of_running_statistics_and_caches_are_the_first_replicas(way):
-    model = train(way(3), lambda: WithBuffers(keep_running), max_epochs=1)[1]
+@each_mode
+def test_buffers_of_running_statistics_and_caches_are_the_first_replicas(make_strategy):
+    model = train(make_strategy(3), lambda: WithBuffers(keep_running), max_epochs=1)[1]
     center = torch.zeros(NUM_FEATURES)
     for x, _ in loader(64, batch_size=10):
         center.lerp_(x[: -(-len(x) // 3)].mean(0), 0.1)
@@ -273,7 +273,7 @@ def cache_by_attribute(model, x, y, i):
         model.cached = torch.eye(len(x))
 
 
-def test_an_attribute_that_is_sized_by_the_part_names_what_works():
+def test_the_error_for_an_attribute_sized_by_the_part_names_alternatives():
     model = with_attributes(cache_by_attribute, cached=None)()
     text = r"`self\.cached` of Model.*size depends on the batch in a buffer, in a dict.*`functools\.lru_cache`"
     with pytest.raises(RuntimeError, match=text):
@@ -281,15 +281,17 @@ def test_an_attribute_that_is_sized_by_the_part_names_what_works():
 
 
 @pytest.mark.parametrize(
-    ("update", "place"),
+    ("update", "subject"),
     [
         (lambda model, x, y, i: setattr(model, "seen", model.seen + len(x)), r"`self\.seen` has grown by 5 "),
         (lambda model, x, y, i: model.state.update(n=model.state["n"] + x.numel()), r"`self\.state\['n'\]` has grown"),
     ],
 )
-def test_a_number_that_may_count_samples_warns(update, place):
+def test_a_number_that_may_count_samples_warns(update, subject):
     model = with_attributes(update, seen=0, state={"n": 0})()
-    with pytest.warns(UserWarning, match=place + r".*it counts the samples of only one replica.*`on_train_batch_end`"):
+    with pytest.warns(
+        UserWarning, match=subject + r".*it counts the samples of only one replica.*`on_train_batch_end`"
+    ):
         make_trainer("dp_ext", devices=2, max_epochs=1).fit(model, loader(10, batch_size=10))
 
 
@@ -315,9 +317,9 @@ class HidesModules(MLP):
             loss = self.loss(batch)
 
 
-@each_way
-def test_modules_in_lists_that_a_step_leaves_alone_do_no_harm(way):
-    assert_close(state_of(train(way(3), HidesModules)[1]), state_of(train("auto", HidesModules)[1]))
+@each_mode
+def test_modules_in_lists_that_a_step_does_not_change_are_accepted(make_strategy):
+    assert_close(state_of(train(make_strategy(3), HidesModules)[1]), state_of(train("auto", HidesModules)[1]))
 
 
 # --- metrics that are not submodules ---
@@ -346,9 +348,9 @@ class HidesMetrics(MLP):
         self.values += [metric.compute() for metric in metrics]
 
 
-@each_way
-def test_metrics_in_dicts_lists_and_tuples_are_updated_once(way):
-    ours, theirs = train(way(3), HidesMetrics), train("auto", HidesMetrics)
+@each_mode
+def test_metrics_in_dicts_lists_and_tuples_are_updated_once(make_strategy):
+    ours, theirs = train(make_strategy(3), HidesMetrics), train("auto", HidesMetrics)
     torch.testing.assert_close(ours[1].values, theirs[1].values)
     assert_close(ours[0].callback_metrics, theirs[0].callback_metrics)
     assert type(ours[1].named["accuracy"]) is MulticlassAccuracy

@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import BLEUScore
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
-from tests.support.dp_training import assert_trains_alike, each_way, train
+from tests.support.dp_training import assert_trains_alike, each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -338,11 +338,11 @@ def test_sums_of_parts_of_one_size_add_up(value):
 
 
 @pytest.mark.parametrize("value", [1, 0.5, torch.tensor(1)], ids=["an integer", "a fraction", "a tensor"])
-@pytest.mark.parametrize("place", ["SumMetric", r"`self.log\('sum', ...\)`"])
+@pytest.mark.parametrize("subject", ["SumMetric", r"`self.log\('sum', ...\)`"])
 @pytest.mark.filterwarnings("ignore:.*needs to be floating", "ignore:You called `self.log")
-def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
+def test_a_value_that_counts_once_per_batch_warns_if_replicas_add_it(subject, value):
     model = Adds(lambda x, y, i: value + 0)
-    text = place + r" is given \S+ by each of 2 replicas, and adds them to.*`on_train_batch_end`"
+    text = subject + r" is given \S+ by each of 2 replicas, and adds them to.*`on_train_batch_end`"
     with pytest.warns(UserWarning, match=text) as caught:
         make_trainer("dp_ext", devices=2, max_epochs=2).fit(model, loader(26, batch_size=8))
     assert len([warning for warning in caught if re.match(text, str(warning.message))]) == 1
@@ -381,9 +381,9 @@ class OfTokens(MLP):
 
 @pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "manual"])
 @pytest.mark.filterwarnings("error:.*`scatter`")
-@each_way
-def test_a_mean_over_tokens_trains_and_logs_that_of_the_whole_batch(way, is_automatic):
-    assert_trains_alike(way(3), lambda: OfTokens(token_loss, is_automatic), max_epochs=1)
+@each_mode
+def test_a_mean_over_tokens_trains_and_logs_that_of_the_whole_batch(make_strategy, is_automatic):
+    assert_trains_alike(make_strategy(3), lambda: OfTokens(token_loss, is_automatic), max_epochs=1)
 
 
 @pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "manual"])
@@ -429,9 +429,9 @@ class Logs(MLP):
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log", "ignore:.*needs to be floating")
-@each_way
-def test_numbers_are_combined_by_reduce_fx(way):
-    ours, theirs = train(way(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
+@each_mode
+def test_numbers_are_combined_by_reduce_fx(make_strategy):
+    ours, theirs = train(make_strategy(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
     assert_close(ours.callback_metrics, theirs.callback_metrics)
     assert_close(ours.logged_metrics, theirs.logged_metrics)
 

@@ -8,13 +8,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional
 
-from tests.support.dp_training import assert_trains_alike, each_way, train
+from tests.support.dp_training import assert_trains_alike, each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, TwoOptimizers, assert_close, state_of
 
 
-@each_way
-def test_several_optimizers_step_alike_under_manual_optimization(way):
-    assert_trains_alike(way(3), TwoOptimizers)
+@each_mode
+def test_several_optimizers_step_alike_under_manual_optimization(make_strategy):
+    assert_trains_alike(make_strategy(3), TwoOptimizers)
 
 
 class Gan(MLP):
@@ -53,9 +53,9 @@ class Gan(MLP):
         return [generator, critic], [by_step, {"scheduler": on_plateau, "monitor": "score"}]
 
 
-@each_way
-def test_a_gan_trains_alike(way):
-    assert_trains_alike(way(3), Gan)
+@each_mode
+def test_a_gan_trains_alike(make_strategy):
+    assert_trains_alike(make_strategy(3), Gan)
 
 
 class WithClosure(MLP):
@@ -78,9 +78,9 @@ class WithClosure(MLP):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
 
-@each_way
-def test_a_closure_runs_in_all_replicas_as_often_as_the_optimizer_asks(way):
-    assert_trains_alike(way(2), WithClosure, precision="64-true")  # L-BFGS amplifies rounding
+@each_mode
+def test_a_closure_runs_in_all_replicas_as_often_as_the_optimizer_asks(make_strategy):
+    assert_trains_alike(make_strategy(2), WithClosure, precision="64-true")  # L-BFGS amplifies rounding
 
 
 class WithLbfgs(MLP):
@@ -99,9 +99,9 @@ class WithLbfgs(MLP):
     ],
     ids=["accumulation", "clipping by norm", "clipping by value", "double precision", "LBFGS"],
 )
-@each_way
-def test_what_the_trainer_does_to_gradients_is_the_same(way, make_model, kwargs):
-    assert_trains_alike(way(3), make_model, **kwargs)
+@each_mode
+def test_gradient_options_of_the_trainer_have_the_effect_of_one_device(make_strategy, make_model, kwargs):
+    assert_trains_alike(make_strategy(3), make_model, **kwargs)
 
 
 def test_a_schedule_of_accumulation_is_followed():
@@ -113,7 +113,7 @@ def test_a_schedule_of_accumulation_is_followed():
     assert_close(*[state_of(model) for _, model in trainers])
 
 
-class SeesDtypes(MLP):
+class RecordsDtypes(MLP):
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -132,10 +132,10 @@ class SeesDtypes(MLP):
     ],
     ids=["bf16-mixed", "16-mixed"],
 )
-@each_way
-def test_mixed_precision_reaches_the_replicas(way, make_precision, dtype):
-    ours = train(way(2), SeesDtypes, plugins=[make_precision()])
-    theirs = train("auto", SeesDtypes, plugins=[make_precision()])
+@each_mode
+def test_mixed_precision_reaches_the_replicas(make_strategy, make_precision, dtype):
+    ours = train(make_strategy(2), RecordsDtypes, plugins=[make_precision()])
+    theirs = train("auto", RecordsDtypes, plugins=[make_precision()])
     assert set(ours[1].seen) == {dtype}
     assert_close(state_of(ours[1]), state_of(theirs[1]), tolerance=2e-2)
     scalers = [trainer.precision_plugin.scaler for trainer, _ in (ours, theirs)]

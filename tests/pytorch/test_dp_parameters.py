@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_close, loader, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -57,12 +57,12 @@ WRITES = ("follow", "follow_through_data", "follow_with_other_data", "follow_all
 
 
 @pytest.mark.parametrize("write", WRITES)
-@each_way
-def test_a_write_to_a_parameter_within_a_step_is_refused(way, write):
+@each_mode
+def test_a_write_to_a_parameter_within_a_step_is_refused(make_strategy, write):
     model = type("Model", (WithTarget,), {"update_in_step": getattr(WithTarget, write)})
-    place = "net" if write == "clamp" else "target"
-    with pytest.raises(RuntimeError, match=rf"`{place}\.\d\.\w+` in place\. .*`on_train_batch_end`.*step_post_hook`"):
-        train(way(3), model)
+    layer = "net" if write == "clamp" else "target"
+    with pytest.raises(RuntimeError, match=rf"`{layer}\.\d\.\w+` in place\. .*`on_train_batch_end`.*step_post_hook`"):
+        train(make_strategy(3), model)
 
 
 class WritesBetweenSteps(WithTarget):
@@ -80,13 +80,13 @@ class WritesBetweenSteps(WithTarget):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_so_is_one_between_the_steps_of_optimizers(write):
+def test_a_write_to_a_parameter_between_optimizer_steps_is_refused(write):
     model = type("Model", (WritesBetweenSteps,), {"update_in_step": getattr(WithTarget, write)})
     with pytest.raises(RuntimeError, match="in place"):
         train("dp_ext", model, devices=2)
 
 
-def test_so_is_one_in_a_validation_step():
+def test_a_write_to_a_parameter_in_a_validation_step_is_refused():
     class Model(WithTarget):
         def validation_step(self, batch, batch_idx):
             self.follow_through_data()
@@ -123,7 +123,7 @@ class RenormsEmbeddings(MLP):
 @pytest.mark.parametrize(
     "make_model", [FollowsAfterBatches, FollowsAfterOptimizersSteps, FollowsAfterBackward, RenormsEmbeddings]
 )
-def test_what_runs_once_may_write_to_parameters(make_model):
+def test_an_action_that_runs_once_may_write_to_parameters(make_model):
     assert_close(state_of(train("dp_ext", make_model, devices=3)[1]), state_of(train("auto", make_model)[1]))
 
 
@@ -139,9 +139,9 @@ class Parametrized(MLP):
         )
 
 
-@each_way
-def test_parametrized_weights_and_their_buffers_are_those_of_one_device(way):
-    assert_close(state_of(train(way(3), Parametrized)[1]), state_of(train("auto", Parametrized)[1]))
+@each_mode
+def test_parametrized_weights_and_their_buffers_are_those_of_one_device(make_strategy):
+    assert_close(state_of(train(make_strategy(3), Parametrized)[1]), state_of(train("auto", Parametrized)[1]))
 
 
 class KeepsAverageInBuffers(MLP):
@@ -156,9 +156,9 @@ class KeepsAverageInBuffers(MLP):
         return self.loss(batch)
 
 
-@each_way
-def test_a_buffer_that_is_updated_in_place_keeps_the_first_replicas_update(way):
-    ours, theirs = train(way(2), KeepsAverageInBuffers)[1], train("auto", KeepsAverageInBuffers)[1]
+@each_mode
+def test_a_buffer_that_is_updated_in_place_keeps_the_first_replicas_update(make_strategy):
+    ours, theirs = train(make_strategy(2), KeepsAverageInBuffers)[1], train("auto", KeepsAverageInBuffers)[1]
     torch.testing.assert_close(ours.average, theirs.average)
     expected = torch.zeros(NUM_FEATURES)
     for _ in range(2):

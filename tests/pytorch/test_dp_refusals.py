@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_strategies_ext import DataParallelStrategy
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import each_mode, train
 from tests.support.models import MLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 from tests.support.ranks import kill_tree, start_script
 
@@ -98,7 +98,7 @@ def return_other_shapes(self, batch, batch_idx):
         (with_step(return_other_shapes), "cannot be gathered"),
     ],
 )
-def test_what_a_librarys_step_does_is_refused_with_the_strategy_that_can(model, message):
+def test_an_unsupported_step_of_a_library_is_refused_with_another_strategy(model, message):
     with pytest.raises(ValueError, match=message) as caught:
         make_trainer("dp_ext").fit(model(), loader())
     assert "If the step is code of a library, use `strategy='ddp_ext'`." in str(caught.value)
@@ -191,7 +191,7 @@ def test_a_batch_without_a_first_dimension_is_refused_unless_the_user_splits_it(
         (lambda batch, num: [(batch, -1)], ValueError, "negative numbers"),
     ],
 )
-def test_what_scatter_returns_is_checked(scatter, error, message):
+def test_the_result_of_scatter_is_checked(scatter, error, message):
     trainer = make_trainer(DataParallelStrategy(scatter=scatter), devices=2)
     with pytest.raises(error, match=message):
         trainer.fit(MLP(), loader())
@@ -241,9 +241,9 @@ class ReplacesInAList(MLP):
         (ReplacesInAList, r"the list `self.losses`, to which a step may only append"),
     ],
 )
-@each_way
-def test_state_that_would_be_lost_is_an_error_and_not_a_loss(way, make_model, message):
-    trainer, model = make_trainer(way(2), 1), make_model()
+@each_mode
+def test_state_that_would_be_lost_is_an_error_and_not_a_loss(make_strategy, make_model, message):
+    trainer, model = make_trainer(make_strategy(2), 1), make_model()
     before = state_of(model)
     with pytest.raises(RuntimeError, match=message):
         trainer.fit(model, loader())
@@ -260,10 +260,10 @@ class StepsInOne(MLP):
             self.manual_backward(self.loss(batch))
 
 
-@each_way
-def test_replicas_that_part_ways_are_an_error_and_not_a_wait(way):
+@each_mode
+def test_replicas_on_different_code_paths_raise_instead_of_waiting(make_strategy):
     with pytest.raises(RuntimeError, match=r"do not take the same path.*waits in self.manual_backward.*has returned"):
-        make_trainer(way(2), 1).fit(StepsInOne(), loader(batch_size=16))
+        make_trainer(make_strategy(2), 1).fit(StepsInOne(), loader(batch_size=16))
 
 
 class Fails(MLP):
@@ -275,10 +275,10 @@ class Fails(MLP):
         return self.loss(batch)
 
 
-@each_way
-def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(way):
+@each_mode
+def test_an_exception_of_a_replica_has_its_traceback_and_training_can_continue(make_strategy):
     threads = threading.active_count()
-    trainer, model = make_trainer(way(3), 1), Fails()
+    trainer, model = make_trainer(make_strategy(3), 1), Fails()
     with pytest.raises(KeyError, match="a bad sample") as caught:
         trainer.fit(model, loader(batch_size=10))
     assert caught.traceback[-1].name == "training_step"
@@ -305,9 +305,9 @@ class FailsInBackward(MLP):
             self.caught += 1
 
 
-@each_way
-def test_what_fails_for_the_whole_batch_can_be_handled_in_the_step(way):
-    _, model = train(way(2), FailsInBackward, max_epochs=1)
+@each_mode
+def test_an_error_of_the_whole_batch_can_be_handled_in_the_step(make_strategy):
+    _, model = train(make_strategy(2), FailsInBackward, max_epochs=1)
     assert model.caught == 7
 
 

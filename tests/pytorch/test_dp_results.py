@@ -14,14 +14,14 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, PearsonCorrCoe
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassRecall
 from torchmetrics.wrappers import MinMaxMetric, Running
 
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 
 
-def assert_logs_alike(way, make_model, **kwargs):
-    ours, model = train(way(3), make_model, **kwargs)
+def assert_logs_alike(make_strategy, make_model, **kwargs):
+    ours, model = train(make_strategy(3), make_model, **kwargs)
     theirs, expected = train("auto", make_model, **kwargs)
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
         assert_close(getattr(ours, name), getattr(theirs, name))
@@ -31,7 +31,7 @@ def assert_logs_alike(way, make_model, **kwargs):
 # --- self.log ---
 
 
-class LogsInManyWays(MLP):
+class LogsWithManyArguments(MLP):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         features = batch[0]
@@ -57,14 +57,14 @@ class LogsInManyWays(MLP):
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.'whole'", "ignore:.*needs to be floating")
-@each_way
-def test_logged_values_are_those_of_the_whole_batch(way):
-    model, _ = assert_logs_alike(way, LogsInManyWays)
+@each_mode
+def test_logged_values_are_those_of_the_whole_batch(make_strategy):
+    model, _ = assert_logs_alike(make_strategy, LogsWithManyArguments)
     assert {"both_step", "both_epoch"} <= model.trainer.progress_bar_metrics.keys()
 
 
-@each_way
-def test_several_dataloaders_log_under_their_names(way):
+@each_mode
+def test_several_dataloaders_log_under_their_names(make_strategy):
     class Validates(MLP):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             self.log("val_loss", self.loss(batch) * (1 + dataloader_idx))
@@ -77,7 +77,7 @@ def test_several_dataloaders_log_under_their_names(way):
         loaders = [loader(21, batch_size=10), loader(8, batch_size=5)]
         return [trainer.validate(model, loaders, verbose=False), trainer.test(model, loaders, verbose=False)]
 
-    torch.testing.assert_close(results(way(3)), results("auto"))
+    torch.testing.assert_close(results(make_strategy(3)), results("auto"))
 
 
 class LogsInSome(MLP):
@@ -90,7 +90,7 @@ class LogsInSome(MLP):
         return self.loss(batch)
 
 
-def test_a_value_that_not_all_replicas_log_is_that_of_those_which_do():
+def test_a_value_that_some_replicas_log_is_reduced_over_those_replicas():
     model, _ = assert_logs_alike(lambda num: "dp_ext", LogsInSome, max_epochs=1)
     assert "zero" in model.trainer.callback_metrics
 
@@ -102,7 +102,7 @@ class LogsInBackward(MLP):
         return nn.functional.cross_entropy(logits * 2, batch[1])
 
 
-def test_what_a_hook_logs_in_the_backward_pass_is_not_lost():
+def test_values_that_a_hook_logs_in_the_backward_pass_are_not_lost():
     trainer, _ = train("dp_ext", LogsInBackward, devices=3, max_epochs=1)
     reference, _ = train("auto", LogsInBackward, max_epochs=1)
     assert "gradient_epoch" in trainer.callback_metrics
@@ -162,9 +162,9 @@ class WithMetrics(MLP):
 
 
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`")
-@each_way
-def test_metrics_have_the_state_of_the_whole_batch(way):
-    ours, theirs = assert_logs_alike(way, WithMetrics)
+@each_mode
+def test_metrics_have_the_state_of_the_whole_batch(make_strategy):
+    ours, theirs = assert_logs_alike(make_strategy, WithMetrics)
     assert len(ours.computed) == 18
     torch.testing.assert_close(ours.computed, theirs.computed, rtol=1e-4, atol=1e-5)
 
@@ -183,11 +183,11 @@ class LogsACollection(MLP):
         self.log_dict(self.metrics)
 
 
-@each_way
-def test_a_logged_collection_and_its_members_are_updated_once(way):
+@each_mode
+def test_a_logged_collection_and_its_members_are_updated_once(make_strategy):
     # An update of a single member of a collection with compute groups has unexpected results, which must equal the
     # results in one process.
-    assert_logs_alike(way, LogsACollection)
+    assert_logs_alike(make_strategy, LogsACollection)
 
 
 # --- outputs of steps ---
@@ -214,13 +214,13 @@ class Predicts(MLP):
         }
 
 
-@each_way
-def test_predictions_are_those_of_the_whole_batch_in_order(way):
+@each_mode
+def test_predictions_are_those_of_the_whole_batch_in_order(make_strategy):
     def predictions(strategy):
         pl.seed_everything(11, verbose=False)
         return make_trainer(strategy, 1).predict(Predicts(), loader(23, batch_size=10))
 
-    ours, theirs = predictions(way(3)), predictions("auto")
+    ours, theirs = predictions(make_strategy(3)), predictions("auto")
     assert len(ours) == len(theirs) == 3
     for our_batch, batch in zip(ours, theirs, strict=True):
         our_object, other = our_batch.pop("object"), batch.pop("object")
@@ -241,10 +241,10 @@ class MakesClasses(MLP):
         return self.output(self.net(batch[0]), torch.arange(len(batch[0])))
 
 
-@each_way
-def test_a_class_that_each_replica_makes_is_one(way):
+@each_mode
+def test_a_class_that_each_replica_creates_is_one_class(make_strategy):
     model = MakesClasses()
-    batches = make_trainer(way(2), 1).predict(model, loader(16, batch_size=8))
+    batches = make_trainer(make_strategy(2), 1).predict(model, loader(16, batch_size=8))
     expected = make_trainer("auto", 1).predict(model, loader(16, batch_size=8))
     for ours, theirs in zip(batches, expected, strict=True):
         assert type(ours) is model.output
@@ -266,9 +266,9 @@ class ReturnsMuch(MLP):
         return self.loss(batch), "text", None, len(batch[0])
 
 
-@each_way
-def test_callbacks_see_outputs_of_the_whole_batch(way):
-    class Sees(pl.Callback):
+@each_mode
+def test_callbacks_see_outputs_of_the_whole_batch(make_strategy):
+    class RecordsOutputs(pl.Callback):
         def __init__(self):
             self.outputs = []
 
@@ -280,8 +280,8 @@ def test_callbacks_see_outputs_of_the_whole_batch(way):
             self.outputs.append((outputs[0], outputs[1], outputs[2], torch.as_tensor(outputs[3]).sum()))
 
     seen = []
-    for strategy in (way(3), "auto"):
-        callback = Sees()
+    for strategy in (make_strategy(3), "auto"):
+        callback = RecordsOutputs()
         train(strategy, ReturnsMuch, callbacks=[callback])
         seen.append(callback.outputs)
     assert len(seen[0]) == 2 * (7 + 3)
@@ -328,9 +328,9 @@ class Collects(MLP):
         self.labels = []
 
 
-@each_way
-def test_lists_get_what_replicas_append_in_order_and_equal_attributes_are_kept(way):
-    ours, theirs = train(way(3), Collects)[1], train("auto", Collects)[1]
+@each_mode
+def test_lists_get_what_replicas_append_in_order_and_equal_attributes_are_kept(make_strategy):
+    ours, theirs = train(make_strategy(3), Collects)[1], train("auto", Collects)[1]
     torch.testing.assert_close(ours.collected, theirs.collected)
     assert (ours.counter, ours.name_of_batch) == (theirs.counter, theirs.name_of_batch) == (14, "batch 6")
 
@@ -341,6 +341,6 @@ class Prints(MLP):
         return self.loss(batch)
 
 
-def test_what_a_module_prints_is_printed_once(capsys):
+def test_the_output_of_a_module_is_printed_once(capsys):
     train("dp_ext", Prints, devices=3, max_epochs=1)
     assert capsys.readouterr().out.count("batch 0") == 1

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_strategies_ext import DataParallelStrategy
 from lightning_strategies_ext.registry import PYTORCH, register_all
-from tests.support.dp_training import assert_trains_alike, each_way, train
+from tests.support.dp_training import assert_trains_alike, each_mode, train
 from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, loader, make_trainer, state_of
 
 
@@ -58,10 +58,10 @@ def counting_model(calls):
     return model
 
 
-@each_way
-def test_hooks_run_once_per_batch_and_see_the_whole_batch(way):
+@each_mode
+def test_hooks_run_once_per_batch_and_see_the_whole_batch(make_strategy):
     counted = []
-    for strategy in (way(3), "auto"):
+    for strategy in (make_strategy(3), "auto"):
         callback = CountsHooks()
         train(strategy, lambda calls=callback.calls: counting_model(calls), callbacks=[callback])
         counted.append(callback)
@@ -121,11 +121,11 @@ def test_the_trainer_sees_one_process_and_user_code_a_data_parallel():
     trainer, model = train("dp_ext", devices=3)
     seen = {}
 
-    class Looks(pl.Callback):
+    class Inspects(pl.Callback):
         def on_train_start(self, trainer, pl_module):
             seen["model"] = trainer.model
 
-    train("dp_ext", devices=2, callbacks=[Looks()])
+    train("dp_ext", devices=2, callbacks=[Inspects()])
     assert isinstance(seen["model"], DataParallel)
     assert (trainer.world_size, trainer.num_devices, trainer.global_rank) == (1, 3, 0)
     assert trainer.is_global_zero
@@ -167,9 +167,9 @@ def test_the_old_name_works_and_the_log_names_its_provider(caplog):
             assert_trains_alike("dp", devices=2)
     finally:
         logger.removeHandler(caplog.handler)
-    said = {record.getMessage() for record in caplog.records if "lightning-strategies-ext" in record.getMessage()}
-    assert len(said) == 1
-    assert "strategy='dp_ext'" in said.pop()
+    messages = {record.getMessage() for record in caplog.records if "lightning-strategies-ext" in record.getMessage()}
+    assert len(messages) == 1
+    assert "strategy='dp_ext'" in messages.pop()
 
 
 def test_the_old_name_is_left_to_a_lightning_that_has_it():

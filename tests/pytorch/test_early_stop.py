@@ -10,24 +10,24 @@ from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
 
-PLACES = ("on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+HOOKS = ("on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 NUM_BATCHES = 4  # per epoch and rank
 
 
 class Sets(Callback):
     """A callback that sets the attribute in a hook after two steps of the second epoch, and records the steps."""
 
-    def __init__(self, place: str, ranks: tuple[int, ...], slow_rank: int | None = None) -> None:
-        self.place, self.ranks, self.slow_rank = place, ranks, slow_rank
+    def __init__(self, hook: str, ranks: tuple[int, ...], slow_rank: int | None = None) -> None:
+        self.hook, self.ranks, self.slow_rank = hook, ranks, slow_rank
         self.events: list[tuple[str, int]] = []
 
-    def maybe_set(self, trainer: Any, place: str) -> None:
-        if place != "on_train_batch_start":
-            self.events.append((place, trainer.global_step))
-        is_due = trainer.global_step >= NUM_BATCHES + 2 or place == "on_train_start"
-        if place == self.place and is_due and trainer.global_rank in self.ranks and not trainer.sanity_checking:
+    def maybe_set(self, trainer: Any, hook: str) -> None:
+        if hook != "on_train_batch_start":
+            self.events.append((hook, trainer.global_step))
+        is_due = trainer.global_step >= NUM_BATCHES + 2 or hook == "on_train_start"
+        if hook == self.hook and is_due and trainer.global_rank in self.ranks and not trainer.sanity_checking:
             trainer.should_stop = True
-        if trainer.global_rank == self.slow_rank and place == "on_train_batch_end" and is_due:
+        if trainer.global_rank == self.slow_rank and hook == "on_train_batch_end" and is_due:
             time.sleep(0.3)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -61,10 +61,10 @@ def train(strategy: str, *callbacks: Any, **kwargs: Any) -> dict[str, Any]:
 def set_on_all() -> list[tuple[str, Any, Any]]:
     """Returns each case with the records with this package's strategy and with Lightning's ddp."""
     cases: list[tuple[str, Any, Any]] = []
-    for place in PLACES:
+    for hook in HOOKS:
         for kwargs in ({}, {"min_epochs": 3}, {"min_steps": 9}):
-            ours, theirs = (train(name, Sets(place, (0, 1)), **kwargs) for name in ("ddp_ext", "ddp"))
-            cases.append((f"{place}, {kwargs}", ours, theirs))
+            ours, theirs = (train(name, Sets(hook, (0, 1)), **kwargs) for name in ("ddp_ext", "ddp"))
+            cases.append((f"{hook}, {kwargs}", ours, theirs))
     for new in (lambda: EarlyStopping("val_loss", patience=1, min_delta=10.0), lambda: Timer("00:00:00:00")):
         ours, theirs = (train(name, new(), Sets("nowhere", ())) for name in ("ddp_ext", "ddp"))
         cases.append((type(new()).__name__, ours, theirs))
@@ -82,16 +82,16 @@ def test_set_on_all_ranks_training_stops_exactly_where_lightnings_ddp_stops() ->
 
 def set_on_one(strategy: str) -> dict[str, Any]:
     outcomes = {}
-    for place in PLACES:
+    for hook in HOOKS:
         for rank in (0, 1):
             for slow_rank in (None, 0, 1):
-                case = f"{place} on rank {rank}, rank {slow_rank} is slow"
-                outcomes[case] = train(strategy, Sets(place, (rank,), slow_rank))
-        outcomes[f"{place}, min_epochs"] = train(strategy, Sets(place, (1,)), min_epochs=3)
+                case = f"{hook} on rank {rank}, rank {slow_rank} is slow"
+                outcomes[case] = train(strategy, Sets(hook, (rank,), slow_rank))
+        outcomes[f"{hook}, min_epochs"] = train(strategy, Sets(hook, (1,)), min_epochs=3)
     return outcomes
 
 
-def assert_stopped_together(ranks: list[dict[str, Any]]) -> None:
+def assert_stopped_at_the_same_step(ranks: list[dict[str, Any]]) -> None:
     first, second = ranks
     for case, outcome in first.items():
         assert outcome == second[case], case
@@ -105,13 +105,13 @@ def assert_stopped_together(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.processes
 def test_set_on_one_rank_all_ranks_of_ddp_stop_at_the_same_step() -> None:
-    assert_stopped_together(run_ranks(set_on_one, "ddp_ext"))
+    assert_stopped_at_the_same_step(run_ranks(set_on_one, "ddp_ext"))
 
 
 @pytest.mark.processes
 def test_set_on_one_rank_all_ranks_of_horovod_stop_at_the_same_step() -> None:
     pytest.importorskip("horovod")
-    assert_stopped_together(run_horovod("horovodrun", set_on_one, "horovod_ext"))
+    assert_stopped_at_the_same_step(run_horovod("horovodrun", set_on_one, "horovod_ext"))
 
 
 @pytest.mark.processes

@@ -25,12 +25,12 @@ from tests.support.slurm import variables_of_job, variables_of_task
 
 pytestmark = pytest.mark.processes
 
-Place = dict[str, Any]
+RankEnvironment = dict[str, Any]
 # Like the ranks whose weights are compared.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
-def place_of(trainer: Any) -> Place:
+def environment_of(trainer: Any) -> RankEnvironment:
     """Returns the rank assignment of a rank, its device, and its environment."""
     strategy = trainer.strategy
     return {
@@ -45,7 +45,7 @@ def place_of(trainer: Any) -> Place:
     }
 
 
-def expected_place(environment: str, rank: int, ranks_per_host: int = 2, world_size: int = 4) -> Place:
+def expected_environment(environment: str, rank: int, ranks_per_host: int = 2, world_size: int = 4) -> RankEnvironment:
     return {
         "environment": environment,
         "global_rank": rank,
@@ -82,9 +82,9 @@ def kubeflow_variables(rank: int, directory: Path) -> dict[str, Any]:
     return {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "host7", "MASTER_PORT": 1234}
 
 
-def look_around(
+def describe_environment(
     variables_of: Callable[[int, Path], dict[str, Any]], directory: Path, trainer_kwargs: dict[str, Any]
-) -> tuple[Place, str, int]:
+) -> tuple[RankEnvironment, str, int]:
     rank = int(os.environ["LOCAL_RANK"])
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
@@ -94,7 +94,7 @@ def look_around(
     trainer.strategy.launcher.launch(int, trainer=trainer)
     assert psutil.Process().children() == [], "the launcher has started processes in addition to the existing ranks"
     environment = trainer.strategy.cluster_environment
-    return place_of(trainer), environment.main_address, environment.main_port
+    return environment_of(trainer), environment.main_address, environment.main_port
 
 
 @pytest.mark.parametrize(
@@ -105,22 +105,22 @@ def look_around(
         (lsf_variables, "LSFEnvironment", 10234),  # also for LSF
     ],
 )
-def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environment, port):
-    found = run_ranks(look_around, variables_of, tmp_path, {"devices": 2, "num_nodes": 2}, world_size=4)
-    assert found == [(expected_place(environment, rank), "host7", port) for rank in range(4)]
+def test_each_rank_reads_its_rank_info_from_a_cluster_environment(tmp_path, variables_of, environment, port):
+    found = run_ranks(describe_environment, variables_of, tmp_path, {"devices": 2, "num_nodes": 2}, world_size=4)
+    assert found == [(expected_environment(environment, rank), "host7", port) for rank in range(4)]
 
 
-def look_around_with_one_gpu(
+def describe_environment_with_one_gpu(
     variables_of: Callable[[int, Path], dict[str, Any]], directory: Path
-) -> tuple[Place, int, str, str]:
+) -> tuple[RankEnvironment, int, str, str]:
     """Returns the assignment of a rank with one (simulated) GPU, and its devices with Fabric and Horovod."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.device_count = lambda: 1
     options = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
-    place, _, _ = look_around(variables_of, directory, options)
+    found, _, _ = describe_environment(variables_of, directory, options)
     strategy = Fabric(strategy="ddp_ext", **options)._strategy
     of_horovod = device_of_rank([torch.device("cuda", 0)], rank % 2)
-    return place, len(strategy.parallel_devices), str(strategy.root_device), str(of_horovod)
+    return found, len(strategy.parallel_devices), str(strategy.root_device), str(of_horovod)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +128,17 @@ def look_around_with_one_gpu(
     [(torchrun_variables, "TorchElasticEnvironment"), (slurm_variables, "SLURMEnvironment")],
 )
 def test_each_rank_has_the_one_gpu_that_its_process_sees(tmp_path, variables_of, environment):
-    found = run_ranks(look_around_with_one_gpu, variables_of, tmp_path, world_size=4)
+    found = run_ranks(describe_environment_with_one_gpu, variables_of, tmp_path, world_size=4)
     for rank in range(4):
-        place = {**expected_place(environment, rank), "root_device": "cuda:0"}
-        assert found[rank] == (place, 2, "cuda:0", "cuda:0")
+        expected = {**expected_environment(environment, rank), "root_device": "cuda:0"}
+        assert found[rank] == (expected, 2, "cuda:0", "cuda:0")
 
 
-def test_each_rank_finds_its_place_in_a_kubeflow_job_which_has_to_be_named(tmp_path):
+def test_each_rank_reads_its_rank_info_from_an_explicit_kubeflow_environment(tmp_path):
     options = {"devices": 1, "num_nodes": 4, "plugins": KubeflowEnvironment()}
-    found = run_ranks(look_around, kubeflow_variables, tmp_path, options, world_size=4)
-    places = [expected_place("KubeflowEnvironment", rank, ranks_per_host=1) for rank in range(4)]
-    assert found == [(place, "host7", 1234) for place in places]
+    found = run_ranks(describe_environment, kubeflow_variables, tmp_path, options, world_size=4)
+    expected = [expected_environment("KubeflowEnvironment", rank, ranks_per_host=1) for rank in range(4)]
+    assert found == [(each, "host7", 1234) for each in expected]
 
 
 TRAIN = """
@@ -151,7 +151,7 @@ from pathlib import Path
 import torch
 
 from tests.support import models
-from tests.pytorch.test_environments import place_of
+from tests.pytorch.test_environments import environment_of
 
 directory, devices, num_nodes, *host = sys.argv[1:]
 if host:
@@ -159,7 +159,7 @@ if host:
 trainer, model = models.fit("ddp_ext", devices=int(devices), num_nodes=int(num_nodes))
 rank = trainer.global_rank
 torch.save(models.state_of(model), Path(directory, f"weights{rank}"))
-found = [place_of(trainer), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
+found = [environment_of(trainer), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
 Path(directory, f"place{rank}").write_text(json.dumps(found))
 """
 
@@ -182,8 +182,8 @@ def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_si
     addresses: list[tuple[str, str]] = []
     weights: list[dict[str, torch.Tensor]] = []
     for rank in range(world_size):
-        place, address, port = json.loads((directory / f"place{rank}").read_text())
-        assert place == expected_place(environment, rank, ranks_per_host, world_size)
+        found, address, port = json.loads((directory / f"place{rank}").read_text())
+        assert found == expected_environment(environment, rank, ranks_per_host, world_size)
         weights.append(torch.load(directory / f"weights{rank}"))
         models.assert_same_bits(weights[rank], weights[0])
         addresses.append((address, port))

@@ -29,7 +29,7 @@ def test_the_error_names_optimizer_group_field_and_the_ranks_of_each_value() -> 
     assert text == f"{start}{listed}{ADVICE}"
 
 
-def test_it_counts_the_fields_that_differ_too() -> None:
+def test_the_description_counts_the_fields_that_differ() -> None:
     names = (("a", "lr"), ("b", "lr"), ("", "optimizer_steps"))
     text = _describe({rank: {name: str(rank) for name in names} for rank in (0, 1)}, 0, 1)
     assert "`lr` of a after epoch 1: 0 on rank 0, 1 on rank 1. 2 other fields differ, too. Their" in text
@@ -121,7 +121,7 @@ def train_with_horovod() -> dict[str, str | None]:
 
 
 @pytest.mark.processes
-def test_ranks_of_horovod_raise_it_too() -> None:
+def test_ranks_of_horovod_raise_the_error() -> None:
     pytest.importorskip("horovod")
     assert_found(run_horovod("horovodrun", train_with_horovod))
 

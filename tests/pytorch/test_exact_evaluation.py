@@ -299,7 +299,7 @@ def errors_of_refused() -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_what_cannot_be_exact_is_an_error_on_all_ranks() -> None:
+def test_an_evaluation_that_cannot_be_exact_is_an_error_on_all_ranks() -> None:
     for errors in run_ranks(errors_of_refused):
         for name, (_, _, text) in REFUSED.items():
             assert re.search(text, errors[name]), errors[name]

@@ -170,7 +170,7 @@ def test_manual_optimization_exchanges_where_the_user_requests_it():
         assert_same_bits(ours, theirs)
 
 
-class NoteGradients(pl.Callback):
+class RecordsGradients(pl.Callback):
     """A callback that records the gradients and the batches of each window, before the optimizer step."""
 
     def __init__(self) -> None:
@@ -185,15 +185,15 @@ class NoteGradients(pl.Callback):
         self.batches.append([])
 
 
-def note_gradients() -> tuple[list[dict], list[list[Any]]]:
-    note = NoteGradients()
-    fit("ddp_ext", accumulate_grad_batches=3, max_epochs=1, callbacks=[note])
-    return note.gradients, note.batches
+def record_gradients() -> tuple[list[dict], list[list[Any]]]:
+    recorder = RecordsGradients()
+    fit("ddp_ext", accumulate_grad_batches=3, max_epochs=1, callbacks=[recorder])
+    return recorder.gradients, recorder.batches
 
 
 def test_gradients_are_those_of_the_whole_batch_in_one_process():
     """The test checks the first window, which has the initial weights."""
-    (gradients, batches), (other_gradients, other_batches) = run_ranks(note_gradients)
+    (gradients, batches), (other_gradients, other_batches) = run_ranks(record_gradients)
     pl.seed_everything(11, verbose=False)
     model = MLP()
     window = [*batches[0], *other_batches[0]]

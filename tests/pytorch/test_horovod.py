@@ -1,7 +1,7 @@
 """``horovod_ext`` on ranks that ``horovodrun``, ``mpirun``, or ``fit`` has started.
 
-The start of ranks takes seconds, so each launcher runs once for all tests (``everything``), and the tests check the
-returned values. The reference is ``ddp_ext`` on the same number of ranks.
+The start of ranks takes seconds, so each launcher runs once for all tests (``train_with_everything``), and the tests
+check the returned values. The reference is ``ddp_ext`` on the same number of ranks.
 """
 
 import os
@@ -41,7 +41,7 @@ from tests.support.models import (
     state_of,
     weights_after,
 )
-from tests.support.ranks import REPOSITORY, SELDOM, run_ranks, run_script
+from tests.support.ranks import LONG_CYCLE, REPOSITORY, run_ranks, run_script
 
 pytestmark = pytest.mark.processes
 
@@ -157,7 +157,7 @@ def reference() -> dict[str, Any]:
     return run_ranks(train_all, "ddp_ext_find_unused_parameters_true")[0]
 
 
-def everything() -> dict[str, Any]:
+def train_with_everything() -> dict[str, Any]:
     """Runs in each rank of each launcher."""
     results = train_all("horovod_ext")
     results["collectives"] = collectives()
@@ -256,7 +256,7 @@ def weights_of_one_process(make_model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_horovod(request.param, everything)
+    return run_horovod(request.param, train_with_everything)
 
 
 CASE_NAMES = [*CASES, "scheduled accumulation", "bf16-mixed", "16-mixed"]
@@ -416,7 +416,7 @@ def test_the_examples_train(name, tmp_path):
     where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
     result = run_script(
         REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
-        env=EXAMPLE_ENVIRONMENT | SELDOM,
+        env=EXAMPLE_ENVIRONMENT | LONG_CYCLE,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

@@ -87,7 +87,7 @@ def buffers(strategy: Any, make_model: Any = Buffers, **kwargs: Any) -> list[dic
     return [*model.found, {name: buffer.clone() for name, buffer in model.named_buffers()}]
 
 
-def buffers_in_each_way(strategy: str) -> dict[str, Any]:
+def buffers_by_mode(strategy: str) -> dict[str, Any]:
     if strategy == "ddp_ext":
         return {"in each step": buffers(strategy), "accumulating": buffers(strategy, accumulate_grad_batches=3)}
     in_each_step = partial(HorovodStrategy, broadcast_buffers=True)
@@ -100,13 +100,13 @@ def buffers_in_each_way(strategy: str) -> dict[str, Any]:
 
 
 def test_broadcast_buffers_are_those_of_ddp_and_rank_0s_are_evaluated_and_saved():
-    expected = run_ranks(buffers_in_each_way, "ddp_ext")
-    ours = run_horovod("horovodrun", buffers_in_each_way, "horovod_ext")
-    for way, theirs in expected[0].items():  # on other ranks, DDP does not update the buffers of the last step
-        for found, right in zip(ours[0][way], theirs, strict=True):
+    expected = run_ranks(buffers_by_mode, "ddp_ext")
+    ours = run_horovod("horovodrun", buffers_by_mode, "horovod_ext")
+    for name, theirs in expected[0].items():  # on other ranks, DDP does not update the buffers of the last step
+        for found, right in zip(ours[0][name], theirs, strict=True):
             assert_close(found, right)
-    for way in ours[0]:
-        for zero, one in zip(ours[0][way], ours[1][way], strict=True):
+    for name in ours[0]:
+        for zero, one in zip(ours[0][name], ours[1][name], strict=True):
             assert zero.pop("own") == 0 < one.pop("own")
             zero.pop("cache", None)
             one.pop("cache", None)

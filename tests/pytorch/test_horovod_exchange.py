@@ -67,8 +67,8 @@ def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
 def count_all_exchanges(directory: str) -> dict[str, int]:
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod starts a thread for it, which occupies a core of rank 0
     return {
-        name: count_exchanges(make_model, kwargs, Path(directory, f"{place}.json"))
-        for place, (name, (make_model, kwargs, _)) in enumerate(WINDOWS.items())
+        name: count_exchanges(make_model, kwargs, Path(directory, f"{index}.json"))
+        for index, (name, (make_model, kwargs, _)) in enumerate(WINDOWS.items())
     }
 
 
@@ -208,7 +208,7 @@ class Twice(MLP):
         (loss / 2).backward()
 
 
-class GoesOnAfterException(MLP):
+class ContinuesAfterException(MLP):
     """A model that catches an exception of a backward pass after the gradients of the last layer."""
 
     automatic_optimization = False
@@ -247,7 +247,7 @@ def train_each(strategy: str) -> dict[str, Any]:
         with pytest.raises(RuntimeError, match=r"gradient\.net\.2\..* Call `self.manual_backward\(loss\)`"):
             make_trainer(strategy).fit(BackwardByHand(), loader())
         with pytest.raises(RuntimeError, match="The previous backward pass raised an exception"):
-            make_trainer(strategy).fit(GoesOnAfterException(), loader())
+            make_trainer(strategy).fit(ContinuesAfterException(), loader())
     return weights
 
 
@@ -338,7 +338,7 @@ def test_a_gradient_is_not_exchanged_in_memory_from_which_others_are_computed() 
     of_ranks = run_horovod("horovodrun", gradients_of_one_step)
     num = len(of_ranks[0]) // 2
     assert num == 3
-    for place in range(num):
-        mean = (of_ranks[0][place] + of_ranks[1][place]) / 2
+    for index in range(num):
+        mean = (of_ranks[0][index] + of_ranks[1][index]) / 2
         for seen in of_ranks:
-            torch.testing.assert_close(seen[num + place], mean)
+            torch.testing.assert_close(seen[num + index], mean)

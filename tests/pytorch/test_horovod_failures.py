@@ -34,11 +34,11 @@ class Signals(MLP):
 def train_until_signalled() -> Any:
     steps = []
 
-    class Notes(pl.Callback):
+    class Records(pl.Callback):
         def on_exception(self, trainer, pl_module, exception):
             steps.append((type(exception).__name__, trainer.global_step))
 
-    trainer = make_trainer("horovod_ext", max_epochs=200, callbacks=[Notes()])
+    trainer = make_trainer("horovod_ext", max_epochs=200, callbacks=[Records()])
     try:
         trainer.fit(Signals(), loader())
     except BaseException as exception:
@@ -77,24 +77,24 @@ def begin_while_another_is_lost(path: Path) -> str:
     import horovod.torch as hvd
 
     with path.open("r+b") as file:
-        said = mmap(file.fileno(), 2)  # can be read without releasing the GIL
+        reported = mmap(file.fileno(), 2)  # can be read without releasing the GIL
     launch, connections = LaunchInfo.from_environment(), set()
     assert launch is not None
     with record_connections(connections):
         runtime.start(launch, torch.device("cpu"))
     hvd.allreduce(torch.ones(1), name="both are here")
     if launch.rank == 1:
-        while not said[0]:
+        while not reported[0]:
             time.sleep(0.01)
         shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in connections)
-        said[1] = 1
+        reported[1] = 1
         return "left"
     time.sleep(0.1)  # Horovod's thread releases the reduced tensors
     sys.setswitchinterval(60)  # this thread keeps the GIL, and Horovod's thread waits
     for number in range(8):
         hvd.allreduce_async(torch.ones(1), name=f"begun {number}")
-    said[0] = 1
-    while not said[1]:
+    reported[0] = 1
+    while not reported[1]:
         pass
     is_noticed_at = time.monotonic() + 1
     while time.monotonic() < is_noticed_at:

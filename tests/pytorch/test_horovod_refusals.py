@@ -127,7 +127,7 @@ def test_a_policy_that_is_unknown_is_refused():
         ([1, 2], "a list"),
     ],
 )
-def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
+def test_elastic_training_refuses_data_that_it_cannot_shard(data, message):
     with pytest.raises(ValueError, match=rf"combined with {message}.*, because its samples.*use_distributed_sampler"):
         shard_loader(data, 0, 2, lambda given: given, lambda: 0)
 

@@ -43,20 +43,20 @@ def test_errors_at_a_prompt_name_the_strategies_that_work_there() -> None:
         timeout=120,
     )
     lines = [line.split("RESULT|")[1].split("|") for line in process.stdout.splitlines() if "RESULT|" in line]
-    results = {(front_end, strategy): said for front_end, strategy, said in lines}
+    results = {(front_end, strategy): text for front_end, strategy, text in lines}
     assert len(results) == 2 * len(REFUSED + ACCEPTED) - 1, process.stdout + process.stderr
-    for (front_end, strategy), said in results.items():
+    for (front_end, strategy), text in results.items():
         if strategy in ACCEPTED:
-            assert f"{front_end} object at" in said, said
+            assert f"{front_end} object at" in text, text
             continue
-        assert said.startswith("RuntimeError: `strategy="), said
-        assert "does not work in a notebook or at a prompt" in said
-        assert "`strategy='ddp_spawn_ext'`" in said
-        assert "`strategy='ddp_notebook_ext'`" in said
-        assert "'ddp_notebook'" not in said
+        assert text.startswith("RuntimeError: `strategy="), text
+        assert "does not work in a notebook or at a prompt" in text
+        assert "`strategy='ddp_spawn_ext'`" in text
+        assert "`strategy='ddp_notebook_ext'`" in text
+        assert "'ddp_notebook'" not in text
 
 
-def test_so_is_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_method_popen_is_refused_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with pytest.raises(RuntimeError, match=r"`start_method='popen'`\) does not work in a notebook"):
         make_trainer("ddp_ext")

@@ -188,10 +188,10 @@ def errors(*args: Any) -> list[str]:
 
 
 def text_for(hook: str) -> tuple[str, str]:
-    place = "training_step" if hook == "training epoch" else hook
+    hook_name = "training_step" if hook == "training epoch" else hook
     return (
-        f"Rank 0 reduces logged values ['loss_a', 'loss_b'] in {place} (",
-        f"), rank 1 reduces ['loss_b', 'loss_c'] in {place} (",
+        f"Rank 0 reduces logged values ['loss_a', 'loss_b'] in {hook_name} (",
+        f"), rank 1 reduces ['loss_b', 'loss_c'] in {hook_name} (",
     )
 
 

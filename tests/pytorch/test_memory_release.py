@@ -32,23 +32,23 @@ def models_in_ddp() -> int:
     return sum(issubclass(type(each), DistributedDataParallel) for each in gc.get_objects())
 
 
-def models_left_by_fit() -> dict[str, int]:
+def models_remaining_after_fit() -> dict[str, int]:
     gc.disable()
-    left, kept = {}, []
+    num_remaining, retained = {}, []
     for name, arguments in CASES.items():
         trainer = make_trainer(DDPStrategy(**arguments), max_epochs=1, use_distributed_sampler=False)
         num_samples = 48 - 16 * trainer.global_rank * ("uneven_inputs" in arguments)
         trainer.fit(MLP(), loader(num_samples), loader())
-        left[name] = models_in_ddp()
-        kept.append(trainer)  # like users
-    return left
+        num_remaining[name] = models_in_ddp()
+        retained.append(trainer)  # like users
+    return num_remaining
 
 
-def test_no_model_is_left_in_ddp_though_python_collects_no_garbage():
-    assert run_ranks(models_left_by_fit) == [dict.fromkeys(CASES, 0)] * 2
+def test_no_ddp_wrapper_remains_without_garbage_collection():
+    assert run_ranks(models_remaining_after_fit) == [dict.fromkeys(CASES, 0)] * 2
 
 
-def models_left_by_fabric() -> int:
+def models_remaining_after_fabric() -> int:
     fabric = Fabric(strategy="ddp_ext_bf16", devices=2, accelerator="cpu")
     fabric.launch()
     model = MLP().net
@@ -62,10 +62,10 @@ def models_left_by_fabric() -> int:
 
 
 def test_a_model_that_fabric_has_set_up_is_collected_with_its_compression():
-    assert run_ranks(models_left_by_fabric) == [0, 0]
+    assert run_ranks(models_remaining_after_fabric) == [0, 0]
 
 
-LETS_GO = """
+RELEASE_SCRIPT = """
 import gc, weakref
 from tests.support.models import MLP, loader, make_trainer
 
@@ -77,15 +77,15 @@ def use(name, devices):
 
 if __name__ == "__main__":
     for name, devices in (("dp_ext", 2), ("ddp_spawn_ext", 2), ("ddp_ext", 1)):
-        kept = use(name, devices)
+        references = use(name, devices)
         gc.collect()
-        print(name, [each() is None for each in kept])
+        print(name, [each() is None for each in references])
 """
 
 
 def test_a_trainer_is_collected_when_its_user_drops_it(tmp_path):
     script = tmp_path / "lets_go.py"
-    script.write_text(LETS_GO)
+    script.write_text(RELEASE_SCRIPT)
     output = run_script(script, env={"PYTHONPATH": str(REPOSITORY)}).stdout
     assert [line for line in output.splitlines() if line.endswith("]")] == [
         f"{name} [True, True, True]" for name in ("dp_ext", "ddp_spawn_ext", "ddp_ext")

@@ -63,7 +63,7 @@ def test_each_rank_reads_rank_0s_value_of_rank_0s_dtype(dtype: torch.dtype) -> N
     assert read[1]["b"] == 1
 
 
-def test_an_equal_value_is_the_object_of_the_rank_also_a_nan() -> None:
+def test_an_equal_value_or_a_nan_is_the_object_of_the_rank() -> None:
     for number in (0.5, float("nan"), float("-inf")):
         values = [{"auc": torch.tensor(number)} for _ in range(2)]
         with warnings.catch_warnings():
@@ -81,7 +81,7 @@ def test_without_a_name_nothing_is_gathered() -> None:
     assert share([{"auc": 1.0}, {"auc": 2.0}], monitor=None) == [{"auc": 1.0}, {"auc": 2.0}]
 
 
-def test_what_is_no_number_on_rank_0_is_each_ranks_own() -> None:
+def test_a_value_that_is_no_number_on_rank_0_is_not_shared() -> None:
     values = [{"auc": "good"}, {"auc": torch.ones(2)}, {"auc": 1.0}]
     assert share(values) == values
 
@@ -97,7 +97,7 @@ def test_without_a_value_on_rank_0_every_rank_raises_after_a_barrier() -> None:
         assert collectives.num_barriers == 1
 
 
-def test_missing_on_all_ranks_is_left_to_lightning() -> None:
+def test_a_value_missing_on_all_ranks_is_left_to_lightning() -> None:
     assert share([{"a": 1}, {"b": 2}]) == [{"a": 1}, {"b": 2}]
 
 
@@ -124,15 +124,15 @@ def test_a_rank_that_has_failed_reads_its_own_values() -> None:
 # --- with ranks ---
 
 MODES = ("rank_zero_only", "not synced", "logged by rank 0")
-WHATS = ("checkpoint", "stop", "plateau")
+READERS = ("checkpoint", "stop", "plateau")
 
 
 class LogsPerRank(MLP):
     """A model that logs values that increase on rank 0 and decrease on the other ranks."""
 
-    def __init__(self, mode: str, what: str) -> None:
+    def __init__(self, mode: str, reader_kind: str) -> None:
         super().__init__()
-        self.mode, self.what = mode, what
+        self.mode, self.reader_kind = mode, reader_kind
         self.rates: list[float] = []
         self.own: list[float] = []
 
@@ -153,32 +153,32 @@ class LogsPerRank(MLP):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        if self.what != "plateau":
+        if self.reader_kind != "plateau":
             return optimizer
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "auc"}}
 
 
 @contextmanager
-def trainer_of(strategy: str, what: str, **kwargs: Any) -> Iterator[Any]:
+def trainer_of(strategy: str, reader_kind: str, **kwargs: Any) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as directory:
         callbacks: list[Any] = []
-        if what == "checkpoint":
+        if reader_kind == "checkpoint":
             callbacks = [ModelCheckpoint(directory, "{epoch}-{auc:.2f}", monitor="auc", mode="max", save_top_k=2)]
-        if what == "stop":
+        if reader_kind == "stop":
             callbacks = [EarlyStopping("auc", mode="max", patience=1)]
-        is_saving = {"enable_checkpointing": what == "checkpoint"}
+        is_saving = {"enable_checkpointing": reader_kind == "checkpoint"}
         yield make_trainer(strategy, callbacks=callbacks, max_epochs=4, num_sanity_val_steps=0, **is_saving, **kwargs)
 
 
 def decide(strategy: str) -> dict[tuple[str, str], Any]:
     """Returns what this rank has decided, in all modes."""
     decided = {}
-    for what in WHATS:
+    for reader_kind in READERS:
         for mode in MODES:
-            with trainer_of(strategy, what) as trainer, warnings.catch_warnings(record=True) as found:
+            with trainer_of(strategy, reader_kind) as trainer, warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
-                model = LogsPerRank(mode, what)
+                model = LogsPerRank(mode, reader_kind)
                 trainer.fit(model, loader(16), loader(16))
                 warned = [str(each.message) for each in found if "differs between ranks" in str(each.message)]
                 assert len(warned) == (trainer.is_global_zero and mode != "logged by rank 0"), warned
@@ -186,21 +186,21 @@ def decide(strategy: str) -> dict[tuple[str, str], Any]:
                 assert (model.own[-1] > 0) == trainer.is_global_zero
                 outcome: dict[str, Any] = {"epochs": trainer.current_epoch, "rates": model.rates}
                 outcome["weights"] = [parameter.tolist() for parameter in model.parameters()]
-                if what == "checkpoint":
+                if reader_kind == "checkpoint":
                     callback = trainer.checkpoint_callback
                     outcome["scores"] = {Path(k).name: float(v) for k, v in callback.best_k_models.items()}
                     outcome["best"] = Path(callback.best_model_path).name
-                decided[what, mode] = outcome
+                decided[reader_kind, mode] = outcome
     return decided
 
 
 def assert_decided_alike(ranks: list[dict[tuple[str, str], Any]]) -> None:
     first, second = ranks
     assert first == second
-    for (what, mode), outcome in first.items():
-        assert outcome["epochs"] == 4, (what, mode)
-        assert outcome["rates"] == [0.1] * 4, (what, mode)
-        if what == "checkpoint":
+    for (reader_kind, mode), outcome in first.items():
+        assert outcome["epochs"] == 4, (reader_kind, mode)
+        assert outcome["rates"] == [0.1] * 4, (reader_kind, mode)
+        if reader_kind == "checkpoint":
             assert outcome["scores"] == pytest.approx({"epoch=2-auc=0.30.ckpt": 0.3, "epoch=3-auc=0.40.ckpt": 0.4})
             assert outcome["best"] == "epoch=3-auc=0.40.ckpt"
 
@@ -218,11 +218,12 @@ def test_ranks_of_horovod_decide_by_rank_0s_values() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("strategy", "what"), [*(("ddp_spawn_ext", what) for what in WHATS), ("ddp_spawn_elastic_ext", "plateau")]
+    ("strategy", "reader_kind"),
+    [*(("ddp_spawn_ext", reader_kind) for reader_kind in READERS), ("ddp_spawn_elastic_ext", "plateau")],
 )
-def test_spawned_workers_decide_by_rank_0s_values(strategy: str, what: str) -> None:
-    with trainer_of(strategy, what) as trainer:
-        model = LogsPerRank("not synced", what)
+def test_spawned_workers_decide_by_rank_0s_values(strategy: str, reader_kind: str) -> None:
+    with trainer_of(strategy, reader_kind) as trainer:
+        model = LogsPerRank("not synced", reader_kind)
         trainer.fit(model, loader(16), loader(16))
         assert trainer.current_epoch == 4
         assert model.rates == [0.1] * 4
@@ -231,10 +232,10 @@ def test_spawned_workers_decide_by_rank_0s_values(strategy: str, what: str) -> N
 
 def fail(mode: str) -> dict[str, str]:
     texts = {}
-    for what in WHATS:
-        with trainer_of("ddp_ext", what) as trainer, pytest.raises(Exception) as raised:  # noqa: PT011
-            trainer.fit(LogsPerRank(mode, what), loader(16), loader(16))
-        texts[what] = f"{raised.type.__name__}: {raised.value}"
+    for reader_kind in READERS:
+        with trainer_of("ddp_ext", reader_kind) as trainer, pytest.raises(Exception) as raised:  # noqa: PT011
+            trainer.fit(LogsPerRank(mode, reader_kind), loader(16), loader(16))
+        texts[reader_kind] = f"{raised.type.__name__}: {raised.value}"
     return texts
 
 
@@ -242,9 +243,9 @@ def fail(mode: str) -> dict[str, str]:
 def test_a_value_that_only_another_rank_has_is_an_error_on_all_ranks() -> None:
     readers = {"checkpoint": "ModelCheckpoint", "stop": "EarlyStopping", "plateau": "ReduceLROnPlateau"}
     for texts in run_ranks(fail, "logged by rank 1"):
-        for what, reader in readers.items():
+        for reader_kind, reader in readers.items():
             start = f"RankDisagreementError: {reader} monitors `auc`, which rank 0 has not logged, but rank 1 has."
-            assert texts[what].startswith(start)
+            assert texts[reader_kind].startswith(start)
 
 
 @pytest.mark.processes

@@ -171,7 +171,7 @@ def test_a_strategy_without_collectives_has_those_of_its_process_group():
 
 
 @pytest.mark.processes
-def test_a_reduction_that_a_user_adds_to_ddp_makes_its_decisions_too():
+def test_an_overridden_reduce_of_ddp_also_reduces_decisions():
     assert_same(run_ranks(use_ddp, CountsReductions), run_ranks(use_ddp))
 
 

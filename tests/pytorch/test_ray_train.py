@@ -61,14 +61,14 @@ def fit_and_more(config: dict[str, Any]) -> None:
     (metrics,) = trainer.validate(model, loader(), verbose=False)
     strategy = trainer.strategy
     seen = [strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size, strategy.num_nodes]
-    facts = {
+    environment = {
         "seen": [*seen, trainer.is_global_zero, trainer.global_step, trainer.world_size],
         "backend": [strategy.process_group_backend, backend],
         "validated": metrics,
         "refused": refused(),
     }
     directory = Path(config["directory"])
-    (directory / f"rank{strategy.global_rank}.json").write_text(json.dumps(facts))
+    (directory / f"rank{strategy.global_rank}.json").write_text(json.dumps(environment))
     torch.save(weights, directory / f"rank{strategy.global_rank}.pt")
     make_trainer("ddp_ext", devices="auto", callbacks=[Fails()]).fit(MLP(), loader())
 
@@ -92,14 +92,14 @@ def test_fit_trains_as_in_spawned_workers_and_an_error_reaches_the_torch_trainer
     own.fit(expected, loader(shuffle=True))
     (metrics,) = own.validate(expected, loader(), verbose=False)
     for rank in (0, 1):
-        facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert facts["seen"] == [rank, rank, 0, 2, 1, rank == 0, own.global_step, 2]
-        assert facts["backend"] == ["shm", "shm"]
-        assert [message.partition("=")[0] for message in facts["refused"]] == [
+        environment = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert environment["seen"] == [rank, rank, 0, 2, 1, rank == 0, own.global_step, 2]
+        assert environment["backend"] == ["shm", "shm"]
+        assert [message.partition("=")[0] for message in environment["refused"]] == [
             "`DDPSpawnStrategy`",
             *("`process_group_backend", "`process_group_options", "`timeout", "`devices"),
         ]
-        assert facts["validated"] == metrics
+        assert environment["validated"] == metrics
         assert_same_bits(torch.load(tmp_path / f"rank{rank}.pt"), state_of(expected))
     *_, last = sorted((tmp_path / "storage").rglob("checkpoint.ckpt"))
     assert_same_bits(torch.load(last, weights_only=False)["state_dict"], state_of(expected))

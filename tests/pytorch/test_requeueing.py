@@ -135,7 +135,7 @@ def validate_for_long(trainer: Any) -> int:
     return trainer.global_step
 
 
-def test_within_a_validation_it_is_not_the_end_that_is_waited_for(tmp_path: Path):
+def test_a_requeue_in_a_validation_does_not_wait_for_its_end(tmp_path: Path):
     requests = put_scontrol(tmp_path)
     signalled = Signalled("validation", {0: signal.SIGUSR1, 1: signal.SIGUSR1})
     assert run_ranks(under_slurm, validate_for_long, tmp_path, signalled) == [8, 8]
@@ -154,7 +154,7 @@ def fit_then_test(trainer: Any) -> tuple[int, int]:
     return before, num_lines(requests)
 
 
-def test_what_comes_after_the_last_step_is_for_the_next_stage(tmp_path: Path):
+def test_a_requeue_signal_after_the_last_step_applies_to_the_next_stage(tmp_path: Path):
     put_scontrol(tmp_path)
     signalled = Signalled("end", {1: signal.SIGUSR1})
     assert run_ranks(under_slurm, fit_then_test, tmp_path, signalled) == [(0, 1), (0, 1)]
@@ -166,7 +166,7 @@ def stop(trainer: Any) -> tuple[int, bool]:
     return trainer.global_step, trainer.received_sigterm
 
 
-def test_with_a_sigterm_all_save_first_and_then_stop(tmp_path: Path):
+def test_all_ranks_save_before_they_stop_after_a_sigterm(tmp_path: Path):
     requests = put_scontrol(tmp_path)
     signalled = Signalled("train", {0: signal.SIGTERM, 1: signal.SIGUSR1})
     (step, is_stopped), other = run_ranks(under_slurm, stop, tmp_path, signalled)

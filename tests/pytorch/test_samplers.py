@@ -133,7 +133,7 @@ def test_all_ranks_use_rank_0s_order_of_a_random_sampler():
     assert_once(under_fabric, of_other)
 
 
-def test_horovods_ranks_do():
+def test_ranks_of_horovod_train_on_each_sample_once():
     first, second = run_horovod("horovodrun", samples_of_epochs, "horovod_ext")
     assert_each_once(first, second)
 
@@ -225,7 +225,7 @@ def test_a_rank_without_samples_runs_the_hooks_of_an_evaluation():
     assert_evaluated(run_ranks(evaluate_on_rank_0, "ddp_ext"))
 
 
-def test_a_rank_of_horovod_without_samples_does():
+def test_a_rank_of_horovod_without_samples_runs_the_hooks_of_an_evaluation():
     assert_evaluated(run_horovod("horovodrun", evaluate_on_rank_0, "horovod_ext"))
 
 

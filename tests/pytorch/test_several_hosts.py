@@ -247,7 +247,9 @@ def test_a_rank_killed_on_one_host_ends_the_other_host(start_job: StartJob, tmp_
     assert all(code != 0 for code in exit_codes), job.output()
 
 
-def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJob, tmp_path: Path, hosts: list[Host]):
+def test_the_ranks_of_both_hosts_exit_after_a_loss_of_the_network(
+    start_job: StartJob, tmp_path: Path, hosts: list[Host]
+):
     script = tmp_path / "train.py"
     script.write_text(TRAIN_WITHOUT_END)
     job = start_job(script, tmp_path, ranks=2)
@@ -272,7 +274,7 @@ def test_a_rank_in_which_a_library_holds_the_interpreter_for_a_while_is_not_lost
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_alone_on_its_host_is_stuck(start_job: StartJob, tmp_path: Path, stopped: int):
+def test_a_suspended_rank_that_is_alone_on_its_host_is_hung(start_job: StartJob, tmp_path: Path, stopped: int):
     script = tmp_path / "train.py"
     script.write_text(TRAIN_WITHOUT_END.replace('"ddp_ext"', "DDPStrategy(hang_timeout=3)"))
     job = start_job(script, tmp_path)
@@ -293,8 +295,8 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     os.kill(pids[3], signal.SIGKILL)
     assert all(code != 0 for code in job.exit_codes(timeout_s=300)), job.output()
     for rank in range(3):  # usually an exception; sometimes gloo does not return, and the monitor terminates the rank
-        by_watch = f"rank {rank} was terminated because rank 3 failed"
-        assert (tmp_path / f"ended{rank}").exists() or by_watch in job.output(), job.output()
+        terminated_text = f"rank {rank} was terminated because rank 3 failed"
+        assert (tmp_path / f"ended{rank}").exists() or terminated_text in job.output(), job.output()
     assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
 
 
@@ -309,7 +311,7 @@ def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJo
     assert steps[0] == steps[1] > 5
 
 
-def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_job: StartJob, tmp_path: Path):
+def test_ranks_reduce_inside_each_host_before_they_send_to_other_hosts(start_job: StartJob, tmp_path: Path):
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
     job = start_job(script, tmp_path, ranks=2)
@@ -361,7 +363,7 @@ def test_training_continues_after_an_elastic_host_leaves_and_joins(hosts: list[H
         for host in hosts:
             host.kill_all()
     run = elastic_runs.read_run(directory, logs[0].read_text(), code)
-    elastic_runs.check_is_as_good_as_undisturbed(run)
+    elastic_runs.check_is_as_accurate_as_uninterrupted(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
     # The ranks that continue have committed before the third step.
     assert re.search(r"with 2 ranks \(1 new\) from the commit at step \d+; 0 steps are repeated", run.output), run

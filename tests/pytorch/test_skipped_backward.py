@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.support import ranks
 from tests.support.models import MLP, TwoOptimizers, loader, make_trainer
 from tests.support.ranks import run_ranks
@@ -57,13 +57,13 @@ def skip(is_manual: bool, arguments: dict[str, Any]) -> tuple[str, float]:
     return str(caught.value), model.weight.item()
 
 
-@pytest.mark.parametrize("way", ["compiled", "in rounds"])
+@pytest.mark.parametrize("implementation", ["compiled", "in rounds"])
 @pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb": 25}, {"ddp_comm_hook": "bf16"}], ids=str)
 @pytest.mark.parametrize("is_manual", [False, True], ids=["zero", "manual"])
 def test_all_ranks_get_an_error_that_names_the_batches(
-    is_manual: bool, arguments: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch
+    is_manual: bool, arguments: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if way == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if implementation == "compiled" else "0")
     compresses = "ddp_comm_hook" in arguments
     for text, weight in run_ranks(skip, is_manual, {"compression": "bf16"} if compresses else arguments):
         assert "rank 0 exchanges gradients of batch 2" in text
@@ -127,7 +127,9 @@ def train(model_class: type[MLP], arguments: dict[str, Any], options: dict[str, 
         (MLP, {"max_epochs": 2, "accumulate_grad_batches": 3}),
     ],
 )
-def test_what_may_differ_raises_nothing(model_class: type[MLP], options: dict[str, Any], arguments: dict[str, Any]):
+def test_permitted_differences_raise_no_error(
+    model_class: type[MLP], options: dict[str, Any], arguments: dict[str, Any]
+):
     if model_class is TwoOptimizers:
         arguments = {**arguments, "find_unused_parameters": True}
     assert min(run_ranks(train, model_class, arguments, options)) > 0

@@ -168,7 +168,7 @@ def test_the_first_step_after_unfreezing_exchanges_all_gradients():
 
 
 @pytest.mark.forked
-def test_spawned_workers_do_so_in_each_fit():
+def test_spawned_workers_train_a_static_graph_in_each_fit():
     with DDPSpawnStrategy(static_graph=True) as strategy:
         weights = train(strategy, Manual, num_fits=2)
     for name, value in train("auto", Manual, 1, num_fits=2).items():

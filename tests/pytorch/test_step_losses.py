@@ -157,7 +157,7 @@ def test_gradients_are_averaged_over_the_ranks_that_have_a_loss(case: str):
 
 
 @pytest.mark.processes
-def test_the_same_in_workers_that_fit_starts():
+def test_spawned_workers_train_with_missing_losses():
     assert_as_reference([train(DDPSpawnStrategy, "None", 1)], 1, world_size=2)
 
 
@@ -308,7 +308,7 @@ OVER_HOROVOD = (("None", 3), ("nan", 1), ("constant", 1))
 
 
 @pytest.mark.processes
-def test_the_same_over_horovod():
+def test_ranks_of_horovod_train_with_missing_losses():
     errors, trained = zip(*run_horovod("python", train_horovod), strict=True)
     assert errors == ((FOUND, 4),) * 2
     for (_, accumulate), ranks in zip(OVER_HOROVOD, zip(*trained, strict=True), strict=True):
@@ -418,7 +418,7 @@ def test_elastic_training_refuses_both():
         DDPSpawnStrategy(elastic=True, uneven_inputs="stop", checks=ChecksOptions(nonfinite_loss="error"))
 
 
-def test_the_reactions_are_checked():
+def test_unknown_reactions_are_rejected():
     with pytest.raises(ValueError, match="`missing_loss='ignore'` is unknown"):
         ChecksOptions(missing_loss="ignore")
     with pytest.raises(ValueError, match="`nonfinite_loss='warn'` is unknown"):

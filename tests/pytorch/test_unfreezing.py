@@ -223,7 +223,7 @@ def test_a_monitor_counts_what_is_exchanged(tmp_path, monkeypatch):
         assert later == [head + backbone * (16 - last) / 16] * 2
 
 
-class TakesTurns(Net):
+class AlternatesLayers(Net):
     """A model that alternates between two losses: the second loss freezes the head; a hook unfreezes a layer later."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class UnfreezesInStep(Net):
 
 def train_with_unfreezing_in_the_step() -> tuple[State, str]:
     pl.seed_everything(11, verbose=False)
-    model = TakesTurns()
+    model = AlternatesLayers()
     make_trainer("ddp_ext_find_unused_parameters_true", use_distributed_sampler=False).fit(model)
     other = UnfreezesInStep()
     other.backbone.requires_grad_(False)
@@ -265,7 +265,7 @@ def test_parameters_unfrozen_in_a_step_are_an_error_unless_exchanged_before():
     assert message == other_message
     assert message.startswith("The parameter `net.0.0.weight` was unfrozen within the training step")
     pl.seed_everything(11, verbose=False)
-    alone = TakesTurns()
+    alone = AlternatesLayers()
     make_trainer("auto", 1, use_distributed_sampler=False).fit(alone)
     for name, value in state_of(alone).items():
         torch.testing.assert_close(first[name], value)
@@ -311,7 +311,7 @@ def train_with_fabric(strategy: str, devices: int) -> State:
     return state_of(net)
 
 
-def test_under_fabric_too():
+def test_unfreezing_under_fabric_trains_as_one_process():
     first, second = run_ranks(train_with_fabric, "ddp_ext", 2)
     assert_same_bits(first, second)
     for name, value in train_with_fabric("auto", 1).items():
@@ -319,7 +319,7 @@ def test_under_fabric_too():
 
 
 @pytest.mark.forked
-def test_workers_bring_back_which_parameters_are_trained():
+def test_workers_return_which_parameters_require_gradients():
     model = HeadOnly()
     callback = BackboneFinetuning(1, backbone_initial_lr=0.1)
     pl.seed_everything(11, verbose=False)
@@ -349,7 +349,7 @@ def test_a_rebuild_of_ddp_keeps_its_state_and_hooks():
 
 
 @pytest.mark.forked
-def test_the_ddp_of_before_exchanges_nothing_any_more():
+def test_the_replaced_ddp_wrapper_exchanges_no_gradients():
     model = in_ddp(gradient_as_bucket_view=True)
     model(torch.ones(1, 2))  # DDP now waits for the gradients of this forward pass
     held = model.reducer
@@ -387,7 +387,7 @@ def test_a_rebuild_of_ddp_happens_only_where_required(arguments, expected):
 
 
 @pytest.mark.forked
-def test_what_ddp_can_do_once_only_is_refused():
+def test_options_that_ddp_can_apply_only_once_are_refused():
     model = in_ddp()
     begin = "The parameters of Linear that require gradients have changed since DDP wrapped it"
     with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Omit that argument"):

@@ -320,7 +320,7 @@ def test_other_objects_are_one_if_equal_and_else_a_list():
     assert gather(["a", 1], [1, 1], CPU, "output") == ["a", 1]
 
 
-def test_keys_may_come_in_another_order():
+def test_keys_may_be_in_another_order():
     result = gather([{"a": 1.0, "b": 2.0}, {"b": 4.0, "a": 3.0}], [1, 1], CPU, "output")
 
     assert result == {"a": 2.0, "b": 3.0}

@@ -34,9 +34,9 @@ def test_an_action_of_all_replicas_runs_once_on_the_callers_thread(lockstep):
         total = participant.run_once("sum", action, participant.index)
         return participant.run_once("sum", action, total + participant.index), threading.current_thread().name
 
-    here = threading.current_thread()
-    assert run(lockstep, function) == [(12, here.name), (12, "replica 1"), (12, "replica 2")]
-    assert callers == [here] * 2
+    own_thread = threading.current_thread()
+    assert run(lockstep, function) == [(12, own_thread.name), (12, "replica 1"), (12, "replica 2")]
+    assert callers == [own_thread] * 2
 
 
 def test_sequential_replicas_without_a_common_action_need_no_thread():

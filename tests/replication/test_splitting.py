@@ -290,7 +290,7 @@ def test_a_batch_that_cannot_be_split_is_rejected_with_the_path_and_the_fix(batc
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_the_older_kind_are_refused_too():
+def test_nested_tensors_of_the_strided_layout_are_refused():
     with pytest.raises(ValueError, match=r"`batch\[0\]` is a nested tensor.*scatter=\.\.\."):
         split((torch.nested.nested_tensor([rows(2), rows(3)]), rows(2)), 2)
 

@@ -319,10 +319,10 @@ def difference(operation: Operation, size: int, ours: Sequence[Tensor], theirs: 
         else:
             is_right = torch.equal(bits_of(our), bits_of(their))
         if not is_right:
-            wrong = (our != their).flatten().nonzero().flatten()
-            place = int(wrong[0]) if wrong.numel() else -1
-            values = f"{our.flatten()[place]}, not {their.flatten()[place]}" if wrong.numel() else "other bits"
-            return f"result {number} has {wrong.numel()} wrong elements of {our.numel()}, at {place} {values}"
+            differing = (our != their).flatten().nonzero().flatten()
+            index = int(differing[0]) if differing.numel() else -1
+            values = f"{our.flatten()[index]}, not {their.flatten()[index]}" if differing.numel() else "other bits"
+            return f"result {number} has {differing.numel()} wrong elements of {our.numel()}, at {index} {values}"
     return ""
 
 

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.shm.creation import ShmOptions
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.private_dev_shm import private_shared_memory
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
 
-MANY = 1_000_000
+NUM_LARGE = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
     return request.param
 
 
@@ -44,10 +44,10 @@ def error_of(function, *args, **kwargs) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float, int]:
+def exit_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float, int]:
     rank = start_shm()
     last = dist.get_world_size() - 1
-    victim = pids_of_ranks(rank)[last]
+    killed_pid = pids_of_ranks(rank)[last]
     tensor = torch.ones(numel)
     for _ in range(3):
         dist.all_reduce(tensor)
@@ -58,23 +58,23 @@ def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float
         error, seconds = error_of(dist.all_reduce(tensor, async_op=True).wait)
     else:
         error, seconds = error_of(dist.all_reduce, tensor)
-    return error, seconds, victim
+    return error, seconds, killed_pid
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-@pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, MANY), (3, 1), (3, MANY)])
+@pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, NUM_LARGE), (3, 1), (3, NUM_LARGE)])
 def test_a_wait_for_a_killed_rank_raises_at_once_and_names_the_rank(world_size: int, numel: int, is_asynchronous: bool):
-    outcomes = outcomes_of_ranks(die_while_others_wait, numel, is_asynchronous, world_size=world_size)
+    outcomes = outcomes_of_ranks(exit_while_others_wait, numel, is_asynchronous, world_size=world_size)
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.value is not None, outcome
-        error, seconds, victim = outcome.value
-        assert f"rank {world_size - 1} (pid {victim})" in error
+        error, seconds, killed_pid = outcome.value
+        assert f"rank {world_size - 1} (pid {killed_pid})" in error
         assert seconds < 5
 
 
-def die_and_leave_a_child() -> tuple[str, float]:
+def exit_with_a_running_child() -> tuple[str, float]:
     rank = start_shm()
     pids: list[int | None] = [None, None]
     child = os.fork() if rank == 1 else None
@@ -92,8 +92,8 @@ def die_and_leave_a_child() -> tuple[str, float]:
 
 
 @pytest.mark.processes
-def test_a_rank_that_died_is_missed_though_its_child_lives():
-    error, seconds = outcomes_of_ranks(die_and_leave_a_child)[0].value
+def test_the_exit_of_a_rank_is_detected_while_its_child_runs():
+    error, seconds = outcomes_of_ranks(exit_with_a_running_child)[0].value
     assert "rank 1 (pid" in error
     assert seconds < 5
 
@@ -115,7 +115,7 @@ def reduce_in_a_child() -> tuple[int, float]:
 
 
 @pytest.mark.processes
-def test_a_forked_child_cannot_take_its_parents_part():
+def test_a_forked_child_cannot_call_collectives_of_its_parent():
     assert run_ranks(reduce_in_a_child) == [(7, 4.0)] * 2
 
 
@@ -130,7 +130,7 @@ def reduce_after_the_end() -> str:
 
 @pytest.mark.processes
 def test_a_group_that_was_shut_down_raises_an_error_about_it():
-    assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end))
+    assert all("it was shut down" in text for text in run_ranks(reduce_after_the_end))
 
 
 def leave_while_another_waits(reason: str) -> tuple[str, float]:
@@ -191,7 +191,7 @@ def end_while_another_does_not_run() -> float:
 
 
 @pytest.mark.processes
-def test_what_a_rank_has_published_counts_though_it_has_ended_since():
+def test_a_contribution_of_a_rank_that_has_exited_counts():
     first = outcomes_of_ranks(end_while_another_does_not_run)[0]
     assert first.value == 3.0, first
 
@@ -230,7 +230,7 @@ def test_a_timeout_names_the_late_rank_and_the_group_is_unusable_afterwards(reas
         assert again_seconds < 0.5
 
 
-def wait_for_one_when_another_has_left() -> tuple[str, float]:
+def wait_for_a_rank_after_another_has_left() -> tuple[str, float]:
     rank = start_shm(timeout_s=2)
     dist.barrier()
     if rank == 1:
@@ -246,7 +246,7 @@ def wait_for_one_when_another_has_left() -> tuple[str, float]:
 
 @pytest.mark.processes
 def test_a_timeout_holds_though_another_rank_has_sent_its_part_and_exited():
-    outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3)[0]
+    outcome = outcomes_of_ranks(wait_for_a_rank_after_another_has_left, world_size=3)[0]
     assert outcome.value is not None, outcome
     error, seconds = outcome.value
     assert re.search(r"rank [12] \(pid", error)
@@ -259,7 +259,7 @@ def fail_asynchronously() -> list[str]:
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (1, MANY, 1)]
+    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (1, NUM_LARGE, 1)]
     errors = []
     with pytest.raises(Exception, match="rank 1") as caught:
         works[0].get_future().wait()
@@ -273,7 +273,7 @@ def fail_asynchronously() -> list[str]:
 
 
 @pytest.mark.processes
-def test_handles_and_futures_of_what_failed_raise():
+def test_handles_and_futures_of_failed_operations_raise():
     outcome = outcomes_of_ranks(fail_asynchronously)[0]
     assert outcome.value is not None, outcome
     assert all(re.search(r"rank 1 \(pid \d+\)", error) for error in outcome.value)
@@ -293,7 +293,7 @@ def fail_in_one_group() -> float:
 
 
 @pytest.mark.processes
-def test_groups_of_living_ranks_work_on():
+def test_groups_of_running_ranks_continue():
     outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3)
     assert [outcome.value for outcome in outcomes[:2]] == [3.0, 3.0], str(outcomes[0])
 
@@ -312,7 +312,7 @@ def test_ranks_of_a_subgroup_are_named_as_in_the_default_group():
     assert "rank 2 (pid" in outcomes_of_ranks(name_global_ranks, world_size=3)[1].value
 
 
-FOR_EVER = """
+ENDLESS_SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("shm", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=3)
 print("ready", flush=True)
@@ -322,8 +322,8 @@ while True:
 
 
 @pytest.mark.processes
-def test_nothing_stays_behind_when_all_ranks_are_killed(tmp_path: Path):
-    (tmp_path / "rank.py").write_text(FOR_EVER)
+def test_no_shared_memory_remains_after_all_ranks_are_killed(tmp_path: Path):
+    (tmp_path / "rank.py").write_text(ENDLESS_SCRIPT)
     with private_shared_memory() as shared_memory:
         free = shared_memory.free_num_bytes()
         command = [*shared_memory.prefix, sys.executable, tmp_path / "rank.py", f"file://{tmp_path}/store"]
@@ -361,9 +361,11 @@ def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
 def test_without_space_in_shared_memory_the_group_uses_gloo_and_logs_it_once():
     outcomes = outcomes_of_ranks(start_with_too_much, 10**15)
     assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
-    said = [[line for line in outcome.output.splitlines() if "falling back to gloo" in line] for outcome in outcomes]
-    assert [len(lines) for lines in said] == [1, 0]
-    assert "/dev/shm" in said[0][0]
+    messages = [
+        [line for line in outcome.output.splitlines() if "falling back to gloo" in line] for outcome in outcomes
+    ]
+    assert [len(lines) for lines in messages] == [1, 0]
+    assert "/dev/shm" in messages[0][0]
 
 
 @pytest.mark.parametrize("value", ["much", "", "1.5", "1000", "-1"])

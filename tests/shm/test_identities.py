@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.identities import BATCH, BUCKET, GRADIENTS, IdentityKind, current
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -20,8 +20,8 @@ SECOND, THIRD = GRADIENTS + 2 * BATCH, GRADIENTS + 3 * BATCH
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
     return request.param
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import SOURCE, NativeLibraryError, compile_library
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE, library
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE, library
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
@@ -27,10 +27,10 @@ SLOT_NUM_BYTES = 32 * 1024
 COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
 
 
-def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
+def reduce_with_both_implementations(num_tensors: int, seed: int) -> list[bytes]:
     os.environ["LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"] = str(16 * SLOT_NUM_BYTES)
     rank = start_shm()
-    os.environ[DISABLE_VARIABLE] = "0"
+    os.environ[NATIVE_VARIABLE] = "0"
     library.cache_clear()
     in_rounds = dist.new_group(backend="shm")
     assert dist.group.WORLD._native is not None
@@ -58,7 +58,7 @@ def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_the_bits_are_those_of_rounds_on_every_rank(world_size: int):
-    first, *others = run_ranks(reduce_both_ways, 600 // world_size, world_size, world_size=world_size)
+    first, *others = run_ranks(reduce_with_both_implementations, 600 // world_size, world_size, world_size=world_size)
     assert all(other == first for other in others)
 
 
@@ -75,7 +75,7 @@ def stress(source: Path, directory: Path, *arguments: object) -> subprocess.Comp
 
 @pytest.mark.parametrize("sleeps", [0, 1])
 @pytest.mark.parametrize(("num_ranks", "num_tensors"), [(2, 4000), (3, 2000), (7, 400)])
-def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
+def test_the_library_relies_only_on_guarantees_of_the_c11_memory_model(
     tmp_path: Path, num_ranks: int, num_tensors: int, sleeps: int
 ):
     done = stress(SOURCE, tmp_path, num_ranks, num_tensors, sleeps)
@@ -84,14 +84,14 @@ def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "complaint"),
+    ("right", "wrong", "report"),
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
         ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # depends on which error occurs first
         ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
-def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: str, complaint: str):
+def test_the_stress_test_detects_injected_bugs(tmp_path: Path, right: str, wrong: str, report: str):
     source = SOURCE.read_text()
     assert right in source
     source = source.replace(right, wrong)
@@ -100,7 +100,7 @@ def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: s
     (tmp_path / SOURCE.name).write_text(source)
     done = stress(tmp_path / SOURCE.name, tmp_path, 3, 1000, 1)
     assert done.returncode != 0
-    assert re.search(complaint, done.stderr), done.stderr[-3000:]
+    assert re.search(report, done.stderr), done.stderr[-3000:]
 
 
 def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:
@@ -116,28 +116,28 @@ def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-@pytest.mark.parametrize("way", ["compiled", "in rounds"])
-def test_a_rank_that_waits_sleeps(way: str, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, "1" if way == "compiled" else "0")
+@pytest.mark.parametrize("implementation", ["compiled", "in rounds"])
+def test_a_rank_that_waits_sleeps(implementation: str, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if implementation == "compiled" else "0")
     seconds, cpu_seconds = run_ranks(wait_for_a_late_rank, is_asynchronous)[0]
     assert seconds > 1
     assert cpu_seconds < 0.2
 
 
-def differ(what: str) -> None:
+def differ(difference: str) -> None:
     rank = start_shm(timeout_s=20)
-    if what == "dtype":
+    if difference == "dtype":
         dist.all_reduce(torch.ones(8, dtype=torch.int32 if rank else torch.float32))
-    elif what == "dtype, in rounds":
+    elif difference == "dtype, in rounds":
         dist.all_reduce(torch.ones(8, dtype=torch.int16 if rank else torch.float16))
-    elif what == "op":
+    elif difference == "op":
         dist.all_reduce(torch.ones(8), op=ReduceOp.AVG if rank else ReduceOp.SUM)
-    elif what == "size":
+    elif difference == "size":
         dist.all_reduce(torch.ones(100_000 * (1 + rank)))
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("difference", "expected_texts"),
     [
         ("dtype", ["8 x float32 (SUM)", "8 x int32 (SUM)"]),
         ("dtype, in rounds", ["all_reduce of torch.float16", "all_reduce of torch.int16"]),
@@ -145,12 +145,14 @@ def differ(what: str) -> None:
         ("size", ["100000 x float32 (SUM)", "200000 x float32 (SUM)"]),
     ],
 )
-def test_the_error_of_ranks_that_reduce_different_tensors_names_the_difference(what: str, said: list[str]):
+def test_the_error_of_ranks_that_reduce_different_tensors_names_the_difference(
+    difference: str, expected_texts: list[str]
+):
     start = time.monotonic()
-    for outcome in outcomes_of_ranks(differ, what):
+    for outcome in outcomes_of_ranks(differ, difference):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error
-        assert all(words in outcome.error for words in said), outcome
+        assert all(text in outcome.error for text in expected_texts), outcome
     assert time.monotonic() - start < 12
 
 
@@ -165,7 +167,7 @@ def reduce_in_two_groups() -> tuple[float, bool]:
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ({DISABLE_VARIABLE: "0"}, f"{DISABLE_VARIABLE}=0"),
+        ({NATIVE_VARIABLE: "0"}, f"{NATIVE_VARIABLE}=0"),
         ({"CC": "no-such-compiler"}, "there is no C compiler (no-such-compiler)"),
         ({"CC": "false -v"}, "false fails"),
     ],
@@ -177,42 +179,42 @@ def test_without_a_native_library_operations_use_rounds_and_the_reason_is_logged
         monkeypatch.setitem(ranks.rank_environment, name, value)
     outcomes = outcomes_of_ranks(reduce_in_two_groups)
     assert [outcome.value for outcome in outcomes] == [(12.0, False)] * 2, str(outcomes[0])
-    said = [[line for line in outcome.output.splitlines() if "in Python" in line] for outcome in outcomes]
-    assert [len(lines) for lines in said] == [1, 0]
-    assert reason in said[0][0]
+    messages = [[line for line in outcome.output.splitlines() if "in Python" in line] for outcome in outcomes]
+    assert [len(lines) for lines in messages] == [1, 0]
+    assert reason in messages[0][0]
 
 
 def reduce_where_one_has_no_compiler() -> tuple[float, bool]:
     if os.environ["LOCAL_RANK"] == "1":
-        os.environ[DISABLE_VARIABLE] = "0"
+        os.environ[NATIVE_VARIABLE] = "0"
     return reduce_in_two_groups()
 
 
-def test_all_ranks_go_in_rounds_if_one_of_them_must():
+def test_all_ranks_use_rounds_if_one_rank_lacks_the_native_library():
     assert run_ranks(reduce_where_one_has_no_compiler, world_size=3) == [(27.0, False)] * 3
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cached_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provides the empty cache directory of the library."""
     monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(DISABLE_VARIABLE, raising=False)
+    monkeypatch.delenv(NATIVE_VARIABLE, raising=False)
     library.cache_clear()
     return tmp_path / "cache" / "shm"
 
 
-def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_library_is_compiled_once(cached_library: Path, monkeypatch: pytest.MonkeyPatch):
     library()
-    (made,) = kept.iterdir()
+    (made,) = cached_library.iterdir()
     monkeypatch.setenv("CC", "no-such-compiler")
     library.cache_clear()
     assert library().functions.all_reduce_group_bytes() > 0
-    assert list(kept.iterdir()) == [made]
+    assert list(cached_library.iterdir()) == [made]
 
 
-def test_a_file_that_is_no_native_library_is_compiled_again(kept: Path):
+def test_a_file_that_is_no_native_library_is_compiled_again(cached_library: Path):
     library()
-    (made,) = kept.iterdir()
+    (made,) = cached_library.iterdir()
     made.unlink()  # this process has the file mapped
     made.write_text("an incomplete file, for example after a full disk")
     load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().uncached_reason))"
@@ -220,12 +222,12 @@ def test_a_file_that_is_no_native_library_is_compiled_again(kept: Path):
     assert made.stat().st_size > 1000
 
 
-def test_a_cache_that_is_not_writable_is_ignored(kept: Path):
-    kept.parent.write_text("a file where the directory should be")
+def test_a_cache_that_is_not_writable_is_ignored(cached_library: Path):
+    cached_library.parent.write_text("a file where the directory should be")
     assert library().functions.all_reduce_group_bytes() > 0
 
 
-def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_fails_is_quoted(cached_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 3\n")
     compiler.chmod(0o755)

@@ -46,7 +46,7 @@ def test_tensors_are_combined_in_the_order_of_the_ranks(op: ReduceOp):
         assert all(torch.equal(each, wanted) for each in found)
 
 
-def wait_for_one_that_does_not_come() -> float:
+def wait_for_a_missing_rank() -> float:
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
     began = time.monotonic()
@@ -61,8 +61,8 @@ def wait_for_one_that_does_not_come() -> float:
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
-    waited_s, _ = run_ranks(wait_for_one_that_does_not_come)
+def test_a_missing_rank_is_an_error_at_the_timeout():
+    waited_s, _ = run_ranks(wait_for_a_missing_rank)
     assert 0.9 < waited_s < 3
 
 
@@ -80,5 +80,5 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
         (40, 1000, 8, False),
     ],
 )
-def test_it_is_for_what_is_short(num_bytes: int, num_ranks: int, num_sharing: int, is_it: bool):
+def test_only_short_messages_use_one_shot(num_bytes: int, num_ranks: int, num_sharing: int, is_it: bool):
     assert is_short(num_bytes, num_ranks, num_sharing) == is_it

@@ -83,19 +83,19 @@ def run_random_programs(world_size: int, num_examples: int) -> None:
 
 @pytest.mark.timeout(900)  # the simplification of a failure starts many ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):
+def test_random_programs_match_gloo_and_give_the_same_bits_on_all_ranks(world_size: int):
     run_random_programs(world_size, NUM_EXAMPLES[world_size])
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (3, 1)])
-def test_so_they_do_between_hosts(world_size: int, per_host: int, monkeypatch: pytest.MonkeyPatch):
+def test_random_programs_match_gloo_between_hosts(world_size: int, per_host: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(rank_environment, PER_HOST, str(per_host))
     run_random_programs(world_size, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(world_size: int):
+def test_every_operation_matches_gloo_for_every_dtype_and_size(world_size: int):
     def op_of(dtype: str, number: int) -> str:
         ops = ["SUM"] if dtype == "complex64" else FLOAT_OPS if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
         return ops[number % len(ops)]
@@ -142,7 +142,7 @@ def test_tensors_of_autograd_of_inference_mode_and_with_strides_are_filled():
     run_ranks(reduce_odd_tensors)
 
 
-def ask_for_what_is_not_there() -> None:
+def call_unsupported_operations() -> None:
     rank = start_shm()
     with pytest.raises(ValueError, match="BAND"):
         dist.all_reduce(torch.ones(2), op=ReduceOp.BAND)
@@ -154,8 +154,8 @@ def ask_for_what_is_not_there() -> None:
     assert total.item() == 3
 
 
-def test_what_does_not_exist_for_a_dtype_or_a_size_is_an_error_and_breaks_nothing():
-    run_ranks(ask_for_what_is_not_there)
+def test_an_unsupported_dtype_or_size_is_an_error_and_the_group_continues():
+    run_ranks(call_unsupported_operations)
 
 
 def average_whole_numbers() -> list[list[int]]:
@@ -172,16 +172,16 @@ def test_the_average_of_integers_is_truncated():
     assert run_ranks(average_whole_numbers) == [[[1, 7, 5]] * 4] * 2
 
 
-class TwoWays(torch.nn.Module):
+class TwoBranches(torch.nn.Module):
     """A model that uses one of two layers in turn."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ways = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         self.head = torch.nn.Linear(8, 2)
 
-    def forward(self, values: torch.Tensor, way: int) -> torch.Tensor:
-        return self.head(torch.relu(self.ways[way](values)))
+    def forward(self, values: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.head(torch.relu(self.branches[branch](values)))
 
 
 def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train_both_ways(hook: str = "") -> list[torch.Tensor]:
+def train_with_both_backends(hook: str = "") -> list[torch.Tensor]:
     start_shm()
     ours = train(None, hook)
     theirs = train(dist.new_group(backend="gloo"), hook)
@@ -212,19 +212,19 @@ def train_both_ways(hook: str = "") -> list[torch.Tensor]:
 
 
 def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
-    first, second = run_ranks(train_both_ways)
+    first, second = run_ranks(train_with_both_backends)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_ddp_with_a_hook_that_chains_collectives_trains_the_same_weights():
     """PowerSGD's hook starts collectives, and waits for them, in a callback of a collective's future."""
-    run_ranks(train_both_ways, "powerSGD")
+    run_ranks(train_with_both_backends, "powerSGD")
 
 
 def train_with_unused_parameters() -> list[torch.Tensor]:
     rank = start_shm()
     torch.manual_seed(0)
-    model = TwoWays()
+    model = TwoBranches()
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
@@ -279,9 +279,9 @@ def test_ranks_that_call_different_collectives_get_an_error(name: str, late_rank
     outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
     assert time.monotonic() - start < 150  # not only after the timeout
     for outcome in outcomes:
-        assert_said(outcome, "do not call the same collectives")
+        assert_error_contains(outcome, "do not call the same collectives")
 
 
-def assert_said(outcome: Outcome, words: str) -> None:
+def assert_error_contains(outcome: Outcome, text: str) -> None:
     assert outcome.error is not None, outcome
-    assert words in outcome.error.strip().splitlines()[-1], outcome
+    assert text in outcome.error.strip().splitlines()[-1], outcome

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -25,18 +25,18 @@ NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "12"))
 NUM_BATCHES = 5
 
 
-def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, int]:
+def reduce_until_a_rank_exits(seed: int, num_killed: int) -> tuple[str, float, int]:
     """Runs collectives as in training; some ranks kill themselves at a random moment, also during an operation."""
     rank = start_shm(timeout_s=20)
     size = dist.get_world_size()
-    victims = random.Random(seed).sample(range(size), num_victims)
+    killed = random.Random(seed).sample(range(size), num_killed)
     delay = random.Random(seed * 8 + rank).uniform(0.0, 0.2)
     subgroup = dist.new_group(backend="shm")
     dist.barrier()
-    if rank in victims:
+    if rank in killed:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     sizes = random.Random(seed)
-    last_good = time.monotonic()
+    last_success = time.monotonic()
     try:
         for step in range(1_000_000):
             numel = sizes.choice([0, 1, 1000, 5000, 50_000, 600_000])
@@ -48,28 +48,28 @@ def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, i
             dist.all_gather(gathered, torch.ones(numel // 4))
             for work in works:
                 work.wait()
-            last_good = time.monotonic()
+            last_success = time.monotonic()
     except dist.DistBackendError as error:
-        return str(error), time.monotonic() - last_good, step
+        return str(error), time.monotonic() - last_success, step
     return "no rank was killed", 0.0, step
 
 
 @pytest.mark.timeout(900 + 10 * NUM_ROUNDS)
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_survivors_of_any_death_end_within_seconds(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ranks.rank_environment, DISABLE_VARIABLE, str(int(is_compiled)))
+def test_the_other_ranks_exit_within_seconds_of_any_kill(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, str(int(is_compiled)))
     for number in range(NUM_ROUNDS):
         size = 2 + number % 3
-        num_victims = 1 + (number // 3) % (size - 1)
-        outcomes = outcomes_of_ranks(work_until_somebody_dies, number, num_victims, world_size=size)
+        num_killed = 1 + (number // 3) % (size - 1)
+        outcomes = outcomes_of_ranks(reduce_until_a_rank_exits, number, num_killed, world_size=size)
         report = f"round {number}:\n" + "\n".join(map(str, outcomes))
         killed = [outcome for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
-        survivors = [outcome for outcome in outcomes if outcome.exit_code == 0]
+        remaining = [outcome for outcome in outcomes if outcome.exit_code == 0]
         # A victim may have detected the exit of another victim, and exited, before its SIGKILL.
         assert killed, report
-        assert len(killed) + len(survivors) == size, report
-        for survivor in survivors:
-            error, seconds, _ = survivor.value
+        assert len(killed) + len(remaining) == size, report
+        for outcome in remaining:
+            error, seconds, _ = outcome.value
             assert "rank " in error, report
             assert seconds < 6, report
 

@@ -1,6 +1,6 @@
 """Random stress tests of the ``shm`` process group: threads, callbacks, subgroups, destroyed groups.
 
-A storm is a list of moves, identical on all ranks. In most moves, one thread starts an operation after the previous
+A workload is a list of moves, identical on all ranks. In most moves, one thread starts an operation after the previous
 operation has started, so that all ranks have one order. Another thread may wait for the operation, or a callback may
 receive its result. In other moves, all threads start equal operations, which may be paired in any order. Some groups
 are destroyed during operations: these operations must succeed or raise an error, without wrong values and hangs.
@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
 from tests.shm.programs import (
     GLOO_IS_WHOLE,
@@ -38,48 +38,48 @@ from tests.support.ranks import rank_environment, run_ranks
 
 pytestmark = pytest.mark.processes
 
-#: ``SHM_STORMS=100`` multiplies the number of storms, for example for a night.
+#: ``SHM_STORMS=100`` multiplies the number of workloads, for example for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
 NUM_EXAMPLES = {2: 6, 3: 5}
 KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce", "barrier"]
 KINDS += ["reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
 NUM_THREADS = 3
-#: Groups that a storm destroys and creates again, in addition to the permanent group of all ranks and a subgroup.
+#: Groups that a workload destroys and creates again, in addition to the permanent group of all ranks and a subgroup.
 SHORT_LIVED = 2
-HOWS = ["wait", "callback", "wait too briefly first"]
+WAITS = ["wait", "callback", "wait too briefly first"]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step of a storm.
+    """One step of a workload.
 
     Attributes:
         operation: The operation to start.
         starter: Thread that starts the operation; if None, all threads start it several times.
         waiter: Thread that waits for the operation.
-        how: One of :data:`HOWS`.
+        how: One of :data:`WAITS`.
         destroys: Whether the short-lived group is destroyed after the operation.
     """
 
     operation: Operation
     starter: int | None
     waiter: int
-    how: str
+    wait: str
     destroys: bool
 
 
-def run_storms(storms: Sequence[Sequence[Move]]) -> None:
-    """Runs storms on one rank."""
+def run_workloads(workloads: Sequence[Sequence[Move]]) -> None:
+    """Runs workloads on one rank."""
     rank = start_shm()
     members = subgroups_of(dist.get_world_size())[0]
-    for number, storm in enumerate(storms):
-        problem = Storm(members, random.Random(rank)).run(storm)
-        assert not problem, f"storm {number}: {problem}\n{storm}"
+    for number, workload in enumerate(workloads):
+        problem = Workload(members, random.Random(rank)).run(workload)
+        assert not problem, f"workload {number}: {problem}\n{workload}"
     dist.barrier()
 
 
-class Storm:
-    """A storm on one rank."""
+class Workload:
+    """A workload on one rank."""
 
     def __init__(self, members: Sequence[int], order: random.Random) -> None:
         self._order = order
@@ -87,10 +87,10 @@ class Storm:
         self._pools = [ThreadPoolExecutor(1) for _ in range(NUM_THREADS)]
         self._destroyed: list[Any] = []
 
-    def run(self, storm: Sequence[Move]) -> str:
+    def run(self, workload: Sequence[Move]) -> str:
         """Returns a description of a problem, or an empty text."""
-        ends = [self._make(move) for move in storm]
-        problems = [self._problem_of(move, end) for move, end in zip(storm, ends, strict=True)]
+        ends = [self._make(move) for move in workload]
+        problems = [self._problem_of(move, end) for move, end in zip(workload, ends, strict=True)]
         for pool in self._pools:
             pool.shutdown()
         for backend, groups in self._groups.items():
@@ -100,8 +100,8 @@ class Storm:
         return next(filter(None, problems), "")
 
     def _make_groups(self, backend: str, members: Sequence[int]) -> list[Any]:
-        everyone = dist.group.WORLD if backend == "shm" else self._new_group(backend)
-        return [everyone, self._new_group(backend, members), self._new_group(backend)]
+        all_ranks = dist.group.WORLD if backend == "shm" else self._new_group(backend)
+        return [all_ranks, self._new_group(backend, members), self._new_group(backend)]
 
     @staticmethod
     def _new_group(backend: str, members: Sequence[int] | None = None) -> Any:
@@ -122,25 +122,25 @@ class Storm:
         elif group is not None:
             assert move.starter is not None
             started = self._pools[move.starter].submit(start, move.operation, group).result()
-            ends = [self._pools[move.waiter].submit(_end, started, move.how)]
+            ends = [self._pools[move.waiter].submit(_finish, started, move.wait)]
         if move.destroys:
-            doomed = self._groups["shm"][SHORT_LIVED]
-            self._destroyed.append(doomed)
-            _destroy(doomed)
+            destroyed = self._groups["shm"][SHORT_LIVED]
+            self._destroyed.append(destroyed)
+            _destroy(destroyed)
             self._groups["shm"][SHORT_LIVED] = self._new_group("shm")
         return group, ends
 
     def _several(self, operation: Operation, group: Any, gate: threading.Barrier) -> list[Tensor]:
         gate.wait()
-        return [result for _ in range(4) for result in _end(start(operation, group), "wait")]
+        return [result for _ in range(4) for result in _finish(start(operation, group), "wait")]
 
     def _problem_of(self, move: Move, made: tuple[Any, list["Future[list[Tensor]]"]]) -> str:
         group, ends = made
         if group is None:
             return ""
-        beside = self._group_of(move, "gloo")
-        expected = start(move.operation, beside)
-        theirs = _end(expected, "wait")
+        gloo_group = self._group_of(move, "gloo")
+        expected = start(move.operation, gloo_group)
+        theirs = _finish(expected, "wait")
         for end in ends:
             if (error := end.exception(2 * TIMEOUT_S)) is not None:
                 if isinstance(error, RuntimeError) and group in self._destroyed:
@@ -149,18 +149,18 @@ class Storm:
             ours = end.result()
             for index in range(0, len(ours), max(1, len(theirs))):
                 part = ours[index : index + len(theirs)]
-                if wrong := difference(move.operation, dist.get_world_size(beside), part, theirs):
+                if wrong := difference(move.operation, dist.get_world_size(gloo_group), part, theirs):
                     return f"{wrong}\n{move}"
         return ""
 
 
-def _end(started: Any, how: str) -> list[Tensor]:
+def _finish(started: Any, wait: str) -> list[Tensor]:
     for work in started.works:
-        if how == "callback" and isinstance(work, ShmWork):
+        if wait == "callback" and isinstance(work, ShmWork):
             called: list[int] = []
             work.get_future().then(lambda future: called.append(len(future.value()))).wait()  # noqa: B023
             assert called == [len(work.result())]
-        elif how == "wait too briefly first" and isinstance(work, ShmWork):
+        elif wait == "wait too briefly first" and isinstance(work, ShmWork):
             try:
                 work.wait(timedelta(microseconds=1))
             except dist.DistBackendError:
@@ -196,23 +196,23 @@ def moves(draw: st.DrawFn) -> Move:
         operation,
         starter=draw(st.sampled_from([None, *range(NUM_THREADS)])),
         waiter=draw(st.integers(0, NUM_THREADS - 1)),
-        how=draw(st.sampled_from(HOWS)),
+        wait=draw(st.sampled_from(WAITS)),
         destroys=destroys,
     )
 
 
-STORMS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_size=5)
+WORKLOADS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_size=5)
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(rank_environment, DISABLE_VARIABLE, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
 
 
 @pytest.mark.timeout(900 * FACTOR)
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(world_size: int):
+def test_a_random_workload_gives_the_results_of_gloo_on_every_rank(world_size: int):
     @settings(
         max_examples=FACTOR * NUM_EXAMPLES[world_size],
         deadline=None,
@@ -220,8 +220,8 @@ def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(world_size: int):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(STORMS)
-    def check(storms: list[list[Move]]) -> None:
-        run_ranks(run_storms, storms, world_size=world_size)
+    @given(WORKLOADS)
+    def check(workloads: list[list[Move]]) -> None:
+        run_ranks(run_workloads, workloads, world_size=world_size)
 
     check()

@@ -24,7 +24,7 @@ def groups() -> tuple[int, Any, Any]:
     return rank, dist.group.WORLD, dist.new_group(backend="gloo")
 
 
-def first_words(function: Any, *args: Any) -> str:
+def first_line(function: Any, *args: Any) -> str:
     """Returns the kind of error that a call raises; an empty text if it raises none."""
     try:
         function(*args)
@@ -36,17 +36,17 @@ def first_words(function: Any, *args: Any) -> str:
 def call_with_dtensors() -> tuple[list[str], list[str], float]:
     rank, shm, gloo = groups()
     tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0, 1]), [Replicate()])
-    said = []
+    errors = []
     for group in (shm, gloo):
         calls = [
             lambda group=group: dist.all_reduce(tensor, group=group),
             lambda group=group: dist.broadcast(tensor, 0, group=group),
             lambda group=group: dist.all_gather([tensor, tensor], tensor, group=group),
         ]
-        said.append([first_words(call) for call in calls])
+        errors.append([first_line(call) for call in calls])
     plain = torch.full((3,), rank + 1.0)
     dist.all_reduce(plain)
-    return said[0], said[1], plain[0].item()
+    return errors[0], errors[1], plain[0].item()
 
 
 def test_dtensors_are_refused_as_by_gloo_and_the_group_continues():
@@ -58,7 +58,7 @@ def test_dtensors_are_refused_as_by_gloo_and_the_group_continues():
 
 def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
     rank, shm, gloo = groups()
-    said = []
+    errors: list[list[str]] = []
     for group in (shm, gloo):
         with FakeTensorMode():
             tensor, parts = torch.ones(4), [torch.empty(4), torch.empty(4)]
@@ -73,10 +73,10 @@ def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
             ]
             if rank == 0:  # tracing executes nothing, so other ranks need not take part
                 calls.append(lambda: dist.barrier(group=group))  # noqa: B023
-            said.append([first_words(call) for call in calls])
+            errors.append([first_line(call) for call in calls])
     plain = torch.full((3,), rank + 1.0)
     dist.all_reduce(plain)
-    return said[0], said[1], plain[0].item()
+    return errors[0], errors[1], plain[0].item()
 
 
 def test_tensors_that_trace_are_traced_as_with_gloo():
@@ -118,7 +118,7 @@ def test_parameters_subclasses_and_expanded_tensors_are_moved():
 
 def call_wrongly_on_one_rank() -> tuple[list[str], float]:
     rank = start_shm()
-    said = []
+    errors = []
     if rank == 0:
         float8 = torch.ones(4).to(torch.float8_e4m3fn)
         calls = [
@@ -130,15 +130,15 @@ def call_wrongly_on_one_rank() -> tuple[list[str], float]:
             lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # a tensor instead of a list
             lambda: torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3)),
         ]
-        said = [first_words(call) for call in calls]
+        errors = [first_line(call) for call in calls]
     tensor = torch.full((3,), rank + 1.0)
     dist.all_reduce(tensor)
-    return said, tensor[0].item()
+    return errors, tensor[0].item()
 
 
-def test_what_one_rank_does_wrong_by_itself_is_its_own_error():
-    (said, total), (_, other) = run_ranks(call_wrongly_on_one_rank)
-    assert all(said), said
+def test_a_wrong_call_of_one_rank_is_an_error_on_that_rank_only():
+    (errors, total), (_, other) = run_ranks(call_wrongly_on_one_rank)
+    assert all(errors), errors
     assert (total, other) == (3.0, 3.0)
 
 
@@ -167,7 +167,7 @@ def values_of_futures() -> tuple[list[Any], list[Any]]:
     return values[0], values[1]
 
 
-def test_futures_give_what_gloos_give():
+def test_futures_return_the_results_of_gloo():
     for ours, theirs in run_ranks(values_of_futures):
         assert ours == theirs
 
@@ -205,7 +205,7 @@ def disagree(on: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "said"),
+    ("on", "expected_texts"),
     [
         ("reduction", ["(MAX)", "(SUM)"]),
         ("reduction of one way and of the other", []),
@@ -214,11 +214,11 @@ def disagree(on: str) -> None:
         ("reduction to a scatter", ["(MIN)", "(AVG)"]),
     ],
 )
-def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, said: list[str]):
+def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, expected_texts: list[str]):
     for outcome in outcomes_of_ranks(disagree, on):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error
-        assert all(words in outcome.error for words in said), outcome
+        assert all(text in outcome.error for text in expected_texts), outcome
 
 
 def call_in_short() -> list[list[float]]:
@@ -249,7 +249,7 @@ def call_in_short() -> list[list[float]]:
     return results
 
 
-def test_the_short_forms_of_a_groups_methods_do_what_gloos_do():
+def test_the_short_forms_of_the_methods_of_a_group_match_gloo():
     for ours, theirs in run_ranks(call_in_short):
         assert ours == theirs
 

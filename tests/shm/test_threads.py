@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm.native_build import DISABLE_VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import run_ranks
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Selects the implementation of all-reduces; other collectives use rounds."""
-    monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
+    monkeypatch.setitem(ranks.rank_environment, NATIVE_VARIABLE, "1" if request.param == "compiled" else "0")
     return request.param
 
 
@@ -78,17 +78,17 @@ def test_two_threads_that_use_one_group_get_the_right_sums(world_size: int, nume
     assert run_ranks(reduce_in_threads, num_rounds, numel, world_size=world_size) == [0] * world_size
 
 
-def reduce_with_options_that_do_not_say() -> tuple[list[float], bool]:
+def reduce_with_options_without_async_op() -> tuple[list[float], bool]:
     rank = start_shm()
     group, options = dist.group.WORLD, dist.AllreduceOptions()
     # Since torch 2.8, the options of all-reduces and barriers contain whether the caller waits.
-    silent = SimpleNamespace(reduceOp=ReduceOp.SUM, timeout=options.timeout)
+    options_without_async_op = SimpleNamespace(reduceOp=ReduceOp.SUM, timeout=options.timeout)
     one, other = torch.full((5,), rank + 1.0), torch.full((2, 3), rank + 1.0).t()
     works = [
-        group.allreduce([one], silent),
-        group.allreduce([other], silent),
-        group.allreduce_coalesced([one], silent),
-        group.barrier(silent),
+        group.allreduce([one], options_without_async_op),
+        group.allreduce([other], options_without_async_op),
+        group.allreduce_coalesced([one], options_without_async_op),
+        group.barrier(options_without_async_op),
     ]
     for work in works:
         work.wait()
@@ -96,10 +96,10 @@ def reduce_with_options_that_do_not_say() -> tuple[list[float], bool]:
 
 
 def test_options_without_async_op_return_a_handle():
-    assert run_ranks(reduce_with_options_that_do_not_say) == [([6.0, 3.0], True)] * 2
+    assert run_ranks(reduce_with_options_without_async_op) == [([6.0, 3.0], True)] * 2
 
 
-def join_with_handles_that_cxx_keeps() -> list[float]:
+def join_with_handles_in_cxx() -> list[float]:
     rank = start_shm()
     model = DistributedDataParallel(nn.Linear(2, 1))
     for parameter in model.parameters():
@@ -113,10 +113,10 @@ def join_with_handles_that_cxx_keeps() -> list[float]:
 
 def test_a_handle_that_only_cxx_code_keeps_can_be_waited_for():
     # Three steps with the mean of 1 and 2, and two last steps of rank 1 only.
-    assert run_ranks(join_with_handles_that_cxx_keeps)[1] == [3 * 1.5 + 2 * 2.0] * 2
+    assert run_ranks(join_with_handles_in_cxx)[1] == [3 * 1.5 + 2 * 2.0] * 2
 
 
-def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
+def destroy_with_pending_operations(has_waited: bool) -> list[str]:
     rank = start_shm()
     dist.barrier()
     if rank == 1:
@@ -140,8 +140,8 @@ def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("has_waited", [False, True])
-def test_futures_of_what_was_under_way_fail_when_the_group_is_destroyed(has_waited: bool):
-    errors = run_ranks(destroy_with_operations_under_way, has_waited)[0]
+def test_futures_of_pending_operations_fail_when_the_group_is_destroyed(has_waited: bool):
+    errors = run_ranks(destroy_with_pending_operations, has_waited)[0]
     assert len(errors) == 5
     assert all("shut down" in error or "left" in error or "ended" in error for error in errors), errors
 
@@ -232,7 +232,7 @@ def queue_behind_one_that_has_more_time() -> tuple[float, str]:
     return time.monotonic() - start, str(caught.value)
 
 
-def test_an_operation_has_its_own_time_whatever_is_queued_before_it():
+def test_the_timeout_of_an_operation_excludes_earlier_operations():
     seconds, error = run_ranks(queue_behind_one_that_has_more_time)[0]
     assert 0.4 < seconds < 2.5
     assert "barrier" in error

@@ -1,8 +1,8 @@
 """Compares training with ``dp_ext`` to training with one device on the same batches.
 
-    @each_way
-    def test_training(way):
-        assert_trains_alike(way(2), WithBatchNorm)  # two replicas
+    @each_mode
+    def test_training(make_strategy):
+        assert_trains_alike(make_strategy(2), WithBatchNorm)  # two replicas
 
 Replicas on the CPU run one after the other. Other ways run replicas concurrently, or with copies of the parameters as
 on several GPUs: torch copies a tensor from the device "cpu" to the device "cpu:0".
@@ -24,12 +24,12 @@ def copying_devices(num_replicas: int) -> list[torch.device]:
     return [torch.device("cpu")] + [torch.device("cpu", 0)] * (num_replicas - 1)
 
 
-WAYS = {
+MODES = {
     "in turns": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num)),
     "at once": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num), sequential=False),
     "with copies": lambda num: DataParallelStrategy(parallel_devices=copying_devices(num), sequential=False),
 }
-each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+each_mode = pytest.mark.parametrize("make_strategy", MODES.values(), ids=MODES.keys())
 
 
 def train(strategy, make_model=MLP, data=None, devices=1, **kwargs):

@@ -1,7 +1,7 @@
 """Runs :mod:`.elastic_script` with a launcher, and reads the files that its ranks write.
 
 run = run_workers(2, once(kill, rank=1, step=70), joins_later, strategy=STRATEGY, **UNTIL_IT_JOINS)
-check_is_as_good_as_undisturbed(run)
+check_is_as_accurate_as_uninterrupted(run)
 assert [size for size, _ in run.worlds] == [2, 1, 2]
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.elastic_script import NUM_EPOCHS, NUM_TRAINED, Disturbance, Plan, write_plan
-from tests.support.ranks import LIMIT_S, SELDOM, run_command
+from tests.support.elastic_script import NUM_EPOCHS, NUM_TRAINED, Fault, Plan, write_plan
+from tests.support.ranks import LIMIT_S, LONG_CYCLE, run_command
 
 STRATEGY = {"commit_every_n_steps": 20}
-#: Accuracy of an undisturbed run with two ranks, which `test_an_undisturbed_run` checks.
-UNDISTURBED_ACCURACY = 0.98
+#: Accuracy of an uninterrupted run with two ranks, which `test_a_run_without_failures` checks.
+UNINTERRUPTED_ACCURACY = 0.98
 #: Maximum difference from this accuracy for runs whose ranks change. The step at which ranks change depends on the load
 #: of the machine, and determines dropout and batches, and thus the result for single images of the 360: in 33 runs,
 #: 351 to 357 images were correct. Other assertions detect lost or repeated samples, and wrong learning rates.
@@ -71,32 +71,32 @@ class Run:
 
     def counts_per_epoch(self) -> list[Counter]:
         """Returns how often each sample counts in each epoch of the first `fit`, without steps that were repeated."""
-        kept: list[dict[str, Any]] = []
+        counted: list[dict[str, Any]] = []
         for line in self.lines:
             if "validated" in line:
                 break
             if "world" in line and line["rank"] == 0:
                 begin = line["epoch"], line["batch"]
-                kept = [other for other in kept if (other["epoch"], other["batch"]) < begin]
+                counted = [other for other in counted if (other["epoch"], other["batch"]) < begin]
             elif "samples" in line:
-                kept.append(line)
-        counts = [Counter() for _ in range(1 + max(line["epoch"] for line in kept))]
-        for line in kept:
+                counted.append(line)
+        counts = [Counter() for _ in range(1 + max(line["epoch"] for line in counted))]
+        for line in counted:
             counts[line["epoch"]].update(line["samples"])
         return counts
 
 
-def run_workers(workers: int, *disturbances: Disturbance, **plan: Any) -> Run:
+def run_workers(workers: int, *faults: Fault, **plan: Any) -> Run:
     """Runs the script, whose ``fit`` starts workers; ``**plan`` has attributes of the :class:`Plan`."""
-    return run_plan(Plan(workers, "spawn", disturbances, **plan))
+    return run_plan(Plan(workers, "spawn", faults, **plan))
 
 
-def run_torchrun(ranks: int, *disturbances: Disturbance, **plan: Any) -> Run:
+def run_torchrun(ranks: int, *faults: Fault, **plan: Any) -> Run:
     """Runs the script with torchrun, whose agent restarts all ranks when one fails."""
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={os.urandom(8).hex()}"
     options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id} --no-python"
     start = sys.executable, "-m", "torch.distributed.run", *options.split()
-    return run_plan(Plan(ranks, "torchrun", disturbances, **plan), *start)
+    return run_plan(Plan(ranks, "torchrun", faults, **plan), *start)
 
 
 def run_plan(
@@ -119,7 +119,7 @@ def run_plan(
         directory = directory or Path(temporary)
         write_plan(directory, plan)
         command = *start, sys.executable, "-m", "tests.support.elastic_script", directory
-        result = run_command(*command, env={**SELDOM, **(env or {})}, timeout_s=timeout_s)
+        result = run_command(*command, env={**LONG_CYCLE, **(env or {})}, timeout_s=timeout_s)
         return read_run(directory, result.stdout, result.returncode)
 
 
@@ -134,10 +134,10 @@ def read_run(directory: Path, output: str, code: int) -> Run:
     return Run(output, code, sorted(lines, key=lambda line: line["time"]), checkpoints)
 
 
-def check_is_as_good_as_undisturbed(
+def check_is_as_accurate_as_uninterrupted(
     run: Run, num_epochs: int = NUM_EPOCHS, *, from_disk: bool = False, within: float = LEARNING_NOISE
 ) -> None:
-    """Fails unless each sample has counted once in each epoch, and the accuracy is close to an undisturbed run.
+    """Fails unless each sample has counted once in each epoch, and the accuracy is close to an uninterrupted run.
 
     With ``from_disk``, logged sums are not compared: Lightning's checkpoints have no sums of an unfinished epoch.
     """
@@ -145,7 +145,7 @@ def check_is_as_good_as_undisturbed(
     assert run.ends, run.output
     # The second `fit` has one epoch with the first learning rate, after which the accuracy may be lower.
     learned = [line["validated"] for line in run.having("validated")] or [end["accuracy"] for end in run.ends]
-    assert learned == [pytest.approx(UNDISTURBED_ACCURACY, abs=within)] * len(learned)
+    assert learned == [pytest.approx(UNINTERRUPTED_ACCURACY, abs=within)] * len(learned)
     for end in run.ends:
         assert end["accuracy"] > 0.95
         assert end["weights"] == run.ends[0]["weights"]

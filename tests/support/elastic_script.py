@@ -1,10 +1,10 @@
-"""A user's script that trains on digits with elastic ranks, and calls functions of a test that disturb it.
+"""A user's script that trains on digits with elastic ranks, and calls functions of a test that inject faults.
 
     def kill_rank_1(net, at):
         if at == "train" and net.global_rank == 1 and net.global_step >= 70 and net.first("kill"):
             kill(net)
 
-    write_plan(directory, Plan(num_ranks=2, started_by="spawn", disturbances=[kill_rank_1]))
+    write_plan(directory, Plan(num_ranks=2, started_by="spawn", faults=[kill_rank_1]))
     python -m tests.support.elastic_script DIRECTORY
 
 Each rank calls these functions in "setup", in "train" before a step, in "commit" and in "validation". They are at the
@@ -46,7 +46,7 @@ class Plan:
 
     num_ranks: int  # at the start
     started_by: str  # "horovodrun", "torchrun", "spawn" or "ray"
-    disturbances: Sequence["Disturbance"] = ()
+    faults: Sequence["Fault"] = ()
     strategy: dict[str, Any] = field(default_factory=dict)  # arguments
     trainer: dict[str, Any] = field(default_factory=dict)  # arguments
     policy: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of this package
@@ -77,7 +77,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Net(pl.LightningModule):
-    """A convolutional network that logs and counts its samples, and calls the disturbances of its plan."""
+    """A convolutional network that logs and counts its samples, and calls the faults of its plan."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Net(pl.LightningModule):
         self.num_batches = 0
         self.automatic_optimization = not plan.is_manual
 
-    # --- for disturbances ---
+    # --- for faults ---
 
     @property
     def size(self) -> int:
@@ -128,9 +128,9 @@ class Net(pl.LightningModule):
         written = "".join(path.read_text() for path in self.directory.glob("process*"))
         return any(f'"world": {size},' in written for size in range(1, self.plan.num_ranks))
 
-    def write(self, **what: Any) -> None:
+    def write_line(self, **values: Any) -> None:
         with (self.directory / f"process{os.getpid()}").open("a") as file:
-            print(json.dumps({"time": time.time(), "rank": self.global_rank, **what}), file=file)
+            print(json.dumps({"time": time.time(), "rank": self.global_rank, **values}), file=file)
 
     # --- the user's model ---
 
@@ -139,8 +139,8 @@ class Net(pl.LightningModule):
             pass_for_own_host()
         return []
 
-    def disturb(self, at: str) -> None:
-        for function in self.plan.disturbances:
+    def inject(self, at: str) -> None:
+        for function in self.plan.faults:
             function(self, at)
 
     def pause(self, seconds: float) -> None:
@@ -150,22 +150,22 @@ class Net(pl.LightningModule):
     def setup(self, stage: str) -> None:
         if self.number is None:
             self.number = next(number for number in count() if self.first(f"process {number}"))
-        self.disturb("setup")
+        self.inject("setup")
 
     def on_train_start(self) -> None:
         self.num_batches = 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
-        place = {"world": self.size, "slot": self.trainer.local_rank}
-        self.write(**place, epoch=epoch, batch=batch, step=self.trainer.global_step)
+        world = {"world": self.size, "slot": self.trainer.local_rank}
+        self.write_line(**world, epoch=epoch, batch=batch, step=self.trainer.global_step)
         if self.trainer.accumulate_grad_batches > 1:
             # The first batch is local: without the barrier, its line could precede the line with which rank 0 begins.
             self.trainer.strategy.barrier()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.pause(self.plan.pause_s)
-        self.disturb("train")
+        self.inject("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("loss_of_all", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -182,30 +182,30 @@ class Net(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.num_batches += 1
         if not self.trainer.strategy.is_shadowing:
-            self.write(epoch=self.current_epoch, batch=batch_idx, samples=batch[2].tolist())
+            self.write_line(epoch=self.current_epoch, batch=batch_idx, samples=batch[2].tolist())
 
     def on_train_epoch_end(self) -> None:
         if not self.automatic_optimization:
             self.lr_schedulers().step()
         logged = {name: float(self.trainer.callback_metrics[name]) for name in ("seen", "counted", "loss_epoch")}
-        self.write(epoch=self.current_epoch, **logged)
+        self.write_line(epoch=self.current_epoch, **logged)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
             if batch_idx == 1:
-                self.disturb("validation")
+                self.inject("validation")
             self.pause(self.plan.validation_pause_s)
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("right", right, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.disturb("commit")
+        self.inject("commit")
 
     def on_fit_end(self) -> None:
         if self.plan.callbacks:
             sums = [float(parameter.double().sum()) for parameter in self.parameters()]
             state = {"lr": self.lr, "max_epochs": self.trainer.max_epochs, "step": self.trainer.global_step}
-            self.write(final=sums, **state, accumulated=self.trainer.accumulate_grad_batches)
+            self.write_line(final=sums, **state, accumulated=self.trainer.accumulate_grad_batches)
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -214,13 +214,13 @@ class Net(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
 
-# --- disturbances ---
+# --- faults ---
 
-Disturbance = Callable[[Net, str], None]
+Fault = Callable[[Net, str], None]
 
 
-def once(action: Callable[[Net], None], *, rank: int, step: int = 0, during: str = "train") -> Disturbance:
-    """Returns a disturbance that calls the action once: on this rank, at this step or later."""
+def once(action: Callable[[Net], None], *, rank: int, step: int = 0, during: str = "train") -> Fault:
+    """Returns a fault that calls the action once: on this rank, at this step or later."""
     return partial(_once, action, rank, step, during)
 
 
@@ -304,7 +304,7 @@ def main() -> None:
     if plan.again:
         arguments |= {"max_epochs": 1, "callbacks": []}
         again = pl.Trainer(**arguments, strategy=trainer.strategy.strategy_name)
-        net.write(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
+        net.write_line(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
         again.fit(net, trained)
     net.cpu().eval()
     with torch.no_grad():
@@ -313,7 +313,7 @@ def main() -> None:
     weights = [parameter.flatten()[:3].tolist() for parameter in net.parameters()]
     net.trainer = trainer
     lr = trainer.optimizers[0].param_groups[0]["lr"]
-    net.write(accuracy=accuracy, steps=trainer.global_step, weights=weights, lr=lr)
+    net.write_line(accuracy=accuracy, steps=trainer.global_step, weights=weights, lr=lr)
 
 
 if __name__ == "__main__":

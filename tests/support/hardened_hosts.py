@@ -39,7 +39,7 @@ def _prefix(conditions: str) -> list[str]:
 
 
 @cache
-def _why_not(conditions: str) -> str | None:
+def _skip_reason(conditions: str) -> str | None:
     """Returns why this host does not permit the conditions, or None."""
     from tests.support.ranks import run_command
 
@@ -59,7 +59,7 @@ def run_hardened(
         pytest.skip("the numbers of system calls are those of Linux on x86-64")
     prefix = _prefix(conditions)
     mounts = _mounts()
-    if (reason := _why_not(conditions)) is not None:
+    if (reason := _skip_reason(conditions)) is not None:
         pytest.skip(f"this host does not support {conditions}: {reason}")
     with tempfile.TemporaryDirectory() as directory:
         ran = run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))

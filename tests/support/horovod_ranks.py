@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.horovod_commands import BIN, start_of
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
-from tests.support.ranks import LIMIT_S, SELDOM, run_command
+from tests.support.ranks import LIMIT_S, LONG_CYCLE, run_command
 
 
 def run_horovod(launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> list[Any]:
@@ -39,7 +39,7 @@ def try_horovod(
 ) -> tuple[str, dict[int, Any]]:
     """Returns the output, and the value or the :class:`Failed` of each rank that has finished."""
     environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **(SELDOM if launcher != "mpirun" else {})}
+    environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **(LONG_CYCLE if launcher != "mpirun" else {})}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "task").write_bytes(pickle.dumps((function, args)))

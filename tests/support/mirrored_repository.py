@@ -15,7 +15,7 @@ import hatch_build
 
 REPOSITORY = Path(__file__).parents[2]
 #: Further replacements in tests, in addition to the names of modules.
-_ALSO = {
+_MIRRORED = {
     r"^import lightning$": "import pytorch_lightning as lightning",
     r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
 }
@@ -48,7 +48,7 @@ def write(target: Path) -> None:
         content = source.read_bytes()
         if name.startswith(_REWRITTEN) and source.suffix in (".py", ".md", ".yaml", ".ipynb"):
             text = hatch_build.rewritten(content.decode(), names, set(modules))
-            for pattern, replacement in _ALSO.items():
+            for pattern, replacement in _MIRRORED.items():
                 text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
             content = text.encode()
         copy.write_bytes(content)

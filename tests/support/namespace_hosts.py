@@ -32,8 +32,8 @@ ended, end = os.pipe()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        place = {places!r}[host]
-        shell = [*place, "/bin/sh", "-c", " ".join(command)]
+        enter_command = {enter_commands!r}[host]
+        shell = [*enter_command, "/bin/sh", "-c", " ".join(command)]
         code = subprocess.run(shell, env=environment, cwd=user.pw_dir, stdin=subprocess.DEVNULL).returncode
         os.write(end, bytes([code if code >= 0 else 128 - code]))
     os._exit(0)
@@ -91,6 +91,6 @@ def put_ssh(hosts: Sequence[Host], directory: Path, *, detects_loss: bool = Fals
         detects_loss: Whether it exits when the host loses its network, as with ``ServerAliveInterval``.
     """
     program = directory / "ssh"
-    places = {host.name: host.enter() for host in hosts}
-    program.write_text(_SSH.format(python=sys.executable, places=places, detects_loss=detects_loss))
+    enter_commands = {host.name: host.enter() for host in hosts}
+    program.write_text(_SSH.format(python=sys.executable, enter_commands=enter_commands, detects_loss=detects_loss))
     program.chmod(0o700)

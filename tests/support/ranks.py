@@ -41,7 +41,7 @@ WITHOUT_MPI = (
 )
 #: Horovod's ranks over gloo communicate once per cycle of this number of milliseconds, also without a collective. With
 #: the package's default of 0.1, this takes a third of a core per rank. A longer cycle would delay collectives.
-SELDOM = {"HOROVOD_CYCLE_TIME": "1"}
+LONG_CYCLE = {"HOROVOD_CYCLE_TIME": "1"}
 #: Further variables in the environment of each rank. A test that sets one restores it.
 rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")

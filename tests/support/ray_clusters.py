@@ -2,7 +2,7 @@
 
 with own_ray():
     trainer.fit(model, loader())
-    assert_nothing_is_left(trainer.strategy.launcher.pids)
+    assert_no_process_remains(trainer.strategy.launcher.pids)
 """
 
 import importlib.util
@@ -115,7 +115,7 @@ def ray_on_two_hosts(
         shutil.rmtree(short, ignore_errors=True)
 
 
-def assert_nothing_is_left(pids: list[int]) -> None:
+def assert_no_process_remains(pids: list[int]) -> None:
     """Fails unless the cluster has no workers, no placement groups, and all its CPUs."""
     import ray
     from ray.util import placement_group_table

@@ -52,8 +52,8 @@ def variables_of_job(num_nodes: int, per_node: int, nodes: str = "127.0.0.1", jo
 
 def variables_of_task(task: int, per_node: int) -> dict[str, str]:
     """Returns the variables that only one task has."""
-    places = {"PROCID": task, "NODEID": task // per_node, "LOCALID": task % per_node}
-    return {f"SLURM_{name}": str(place) for name, place in places.items()}
+    variables = {"PROCID": task, "NODEID": task // per_node, "LOCALID": task % per_node}
+    return {f"SLURM_{name}": str(value) for name, value in variables.items()}
 
 
 def put_scontrol(programs: Path) -> Path:

@@ -66,7 +66,7 @@ def _start(process: BaseProcess) -> None:
     _start_process(process)
 
 
-def watch_for_processes() -> None:
+def detect_processes() -> None:
     """Makes calls that start a process fail the test that runs, if it has no marker ``processes``."""
     sys.addaudithook(_audit)
     # multiprocessing's start methods "spawn" and "forkserver" raise no audit event.

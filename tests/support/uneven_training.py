@@ -34,7 +34,9 @@ def sample(rank: int, index: int) -> tuple[Tensor, int]:
 
 def batch_of(rank: int, index: int) -> tuple[Tensor, Tensor]:
     """Returns features of shape ``(BATCH_SIZE, 6)``, and labels of shape ``(BATCH_SIZE,)``."""
-    features, labels = zip(*(sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)), strict=True)
+    features, labels = zip(
+        *(sample(rank, index * BATCH_SIZE + position) for position in range(BATCH_SIZE)), strict=True
+    )
     return torch.stack(features), torch.tensor(labels)
 
 

@@ -72,8 +72,8 @@ def copy_checkout(directory: Path) -> None:
     directory.mkdir()
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, directory)
-    left_out = shutil.ignore_patterns("__pycache__", "pytorch_lightning")
-    shutil.copytree(REPOSITORY / PACKAGE, directory / PACKAGE, ignore=left_out)
+    ignore = shutil.ignore_patterns("__pycache__", "pytorch_lightning")
+    shutil.copytree(REPOSITORY / PACKAGE, directory / PACKAGE, ignore=ignore)
 
 
 def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:

@@ -157,14 +157,14 @@ def a_rank_that_is_late(wrap: Callable[..., DistributedModel]) -> Any:
     return seen
 
 
-def gradients_that_the_script_keeps(wrap: Callable[..., DistributedModel]) -> Any:
+def gradients_that_the_script_stores(wrap: Callable[..., DistributedModel]) -> Any:
     model = wrap(Net(), gradient_as_bucket_view=False)
-    kept: list[Any] = []
+    stored: list[Any] = []
     for number in range(3):
         model(batch(number)).backward()
-        kept += [each.grad for each in model.parameters()]
+        stored += [each.grad for each in model.parameters()]
         model.zero_grad()
-    return kept
+    return stored
 
 
 def forward_passes_before_one_backward_pass(wrap: Callable[..., DistributedModel]) -> Any:
@@ -374,7 +374,7 @@ CASES = [
     accumulating,
     accumulating_means,
     a_rank_that_is_late,
-    gradients_that_the_script_keeps,
+    gradients_that_the_script_stores,
     forward_passes_before_one_backward_pass,
     forward_passes_without_backward_pass,
     a_second_backward_pass,

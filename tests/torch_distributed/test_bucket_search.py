@@ -47,7 +47,7 @@ def search_with(monkeypatch, passes_s: dict[float | None, list[float]]) -> tuple
             assert not search.is_over
             search.end_step()
         num_steps += 1
-        assert search.num_steps_left == 3 * 2 * 8 - num_steps
+        assert search.num_remaining_steps == 3 * 2 * 8 - num_steps
     return search, num_steps
 
 
@@ -67,7 +67,7 @@ def test_the_fastest_is_chosen_by_what_passes_with_an_exchange_take_on_all_ranks
     assert "1e+03 ms with DDP's default sizes" in str(choice)
 
 
-def test_little_is_not_worth_another_size():
+def test_a_small_gain_does_not_change_the_bucket_size():
     assert BucketChoice({None: 1.0, 1.0: 0.98, 4.0: 1.2}).cap is None
     assert BucketChoice({None: 1.0, 1.0: 0.96, 4.0: 0.95}).cap == 4.0
 
@@ -76,7 +76,7 @@ def test_a_step_with_several_passes_counts_once(monkeypatch):
     now = 0.0
     monkeypatch.setattr(bucket_search.time, "perf_counter", lambda: now)
     search = BucketSearch(2 * MIB, torch.device("cpu"))
-    for _ in range(search.num_steps_left):
+    for _ in range(search.num_remaining_steps):
         for seconds in (1.0, 2.0):
             search.begin_pass()
             now += seconds

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "said"),
+    ("make", "error", "expected_text"),
     [
         (
             lambda: DDPStrategy(compression="zip"),
@@ -90,13 +90,13 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (lambda: FabricDDPStrategy(compression="powersgd"), ValueError, "Use 'bf16' or 'fp16' under Fabric"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+def test_invalid_arguments_are_refused(make: Callable[[], Any], error: type[Exception], expected_text: str) -> None:
     with pytest.raises(error) as raised:
         make()
-    assert said in str(raised.value)
+    assert expected_text in str(raised.value)
 
 
-def test_what_is_kept_of_scaled_gradients_is_refused() -> None:
+def test_residuals_of_scaled_gradients_are_refused() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     scaled = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
@@ -162,7 +162,7 @@ def exchanged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.processes
-def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_bitwise_identical_gradients(exchanged: list[dict[str, Any]]) -> None:
     for name in CASES:
         for other in exchanged[1:]:
             for one, another in zip(_flat(exchanged[0][name]["got"]), _flat(other[name]["got"]), strict=True):
@@ -183,15 +183,15 @@ def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["powersgd", "topk", "powersgd of bf16"])
-def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]], name: str) -> None:
+def test_residuals_are_kept_and_exchanged_later(exchanged: list[dict[str, Any]], name: str) -> None:
     found = exchanged[0][name]
     is_half = "bf16" in name
     missing = found["state"]["residuals"]
     for index, shape in enumerate(SHAPES):
         got, exact = (sum(step[index].double() for step in found[key]) for key in ("got", "exact"))
-        left = missing[f"of.{index}"].view(shape)
-        torch.testing.assert_close(got + left, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False)
-        assert left.dtype == (torch.float32 if is_half else torch.float64)
+        residual = missing[f"of.{index}"].view(shape)
+        torch.testing.assert_close(got + residual, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False)
+        assert residual.dtype == (torch.float32 if is_half else torch.float64)
     assert missing["of.2"].abs().max() > 1e-2, "the compression has omitted nothing"
 
 
@@ -218,8 +218,8 @@ def test_the_number_of_largest_elements_sent_is_the_argument(exchanged: list[dic
     """One rank per host and shard sends the given number of elements; these may overlap."""
     num_senders = len(exchanged) if len(exchanged) < 4 else 2
     matrix = exchanged[0]["topk"]["got"][0][0]
-    sent, asked_for = int((matrix != 0).sum()), round(0.1 * matrix.numel())
-    assert asked_for <= sent <= num_senders * asked_for
+    sent, num_requested = int((matrix != 0).sum()), round(0.1 * matrix.numel())
+    assert num_requested <= sent <= num_senders * num_requested
 
 
 def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
@@ -235,16 +235,16 @@ def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
     [torch.randn, lambda size: torch.randn(size) ** 5, torch.ones, torch.zeros],
     ids=["normal", "heavy tails", "all alike", "zeros"],
 )
-def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, make: Callable[[int], Tensor]) -> None:
+def test_top_k_leaves_no_larger_residual_than_a_random_choice(size: int, make: Callable[[int], Tensor]) -> None:
     """The test checks the bound that convergence requires: Stich et al. 2018, definition 2.1."""
     values, count = make(size), size // 100
-    places = codecs._largest(values, count)
-    assert len(places.unique()) == len(places) == count
-    left = values.index_fill(0, places, 0.0)
-    assert left.square().sum() <= (1 - count / size) * values.square().sum() * (1 + 1e-5)
+    indices = codecs._largest(values, count)
+    assert len(indices.unique()) == len(indices) == count
+    residual = values.index_fill(0, indices, 0.0)
+    assert residual.square().sum() <= (1 - count / size) * values.square().sum() * (1 + 1e-5)
 
 
-def test_chosen_are_nearly_the_largest() -> None:
+def test_the_chosen_elements_are_nearly_the_largest() -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(1)).pow(3)
     chosen = values[codecs._largest(values, 3000)].abs().sum()
     assert chosen >= 0.99 * values.abs().topk(3000).values.sum()
@@ -311,7 +311,7 @@ def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm() -> No
     assert run_ranks(groups_on_a_gpu, "gloo") == [[False, True, False, True]] * 2
 
 
-def exchange_beside_others(size: int) -> dict[str, list[str]]:
+def exchange_among_other_collectives(size: int) -> dict[str, list[str]]:
     """Returns the events of a backward pass of a model that also calls collectives of the default group."""
     rank = int(os.environ["LOCAL_RANK"])
     host_groups.host_identity = lambda: f"host {rank * 2 // size}"
@@ -356,4 +356,4 @@ def exchange_beside_others(size: int) -> dict[str, list[str]]:
 @pytest.mark.processes
 def test_an_exchange_in_its_own_groups_does_not_overlap_default_group_collectives() -> None:
     apart = {"none": ["exchange"], "unused parameters": ["exchange", "wait"], "sparse": ["exchange", "wait"]}
-    assert run_ranks(exchange_beside_others, 4, world_size=4) == [apart] * 4
+    assert run_ranks(exchange_among_other_collectives, 4, world_size=4) == [apart] * 4

@@ -64,12 +64,12 @@ def try_all(names: list[str]) -> list[tuple[Any, Any]]:
 def outcomes() -> dict[str, list[tuple[Any, Any]]]:
     names = [case.__name__ for case in CASES]
     of_ranks = run_ranks(try_all, names)
-    return {name: [found[place] for found in of_ranks] for place, name in enumerate(names)}
+    return {name: [found[index] for found in of_ranks] for index, name in enumerate(names)}
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
-def test_two_ranks_have_what_the_reducer_gives_them_to_the_last_bit(
+def test_two_ranks_have_bitwise_the_gradients_of_the_reducer(
     name: str, outcomes: dict[str, list[tuple[Any, Any]]]
 ) -> None:
     for with_reducer, without in outcomes[name]:
@@ -114,16 +114,16 @@ def in_different_orders() -> tuple[list[Tensor], list[Tensor]]:
 def test_ranks_that_compute_layers_of_equal_shape_in_different_orders(world_size: int) -> None:
     assert 4 * WIDTH * WIDTH >= LARGE_NUM_BYTES
     for expected, found in run_ranks(in_different_orders, world_size=world_size):
-        for mine, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, right)
+        for value, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, right)
 
 
 # --- memory ---
 
 
-def without_room_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
+def without_shared_memory_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
     found = []
-    with process_group(), messages() as said:
+    with process_group(), messages() as messages_of_rank:
         for is_direct in (False, True):
             torch.manual_seed(1)
             model = wrap_in_ddp(Net(), CPU)
@@ -134,19 +134,19 @@ def without_room_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             model(batch()).backward()
             found.append(gradients(model))
-    return [*said], *found
+    return [*messages_of_rank], *found
 
 
 @pytest.mark.processes
-def test_a_rank_without_room_for_shared_gradients() -> None:
-    for said, with_reducer, without in run_ranks(without_room_on_one_rank):
-        [message] = said
+def test_the_reducer_exchanges_if_a_rank_cannot_reserve_shared_memory() -> None:
+    for messages_of_rank, with_reducer, without in run_ranks(without_shared_memory_on_one_rank):
+        [message] = messages_of_rank
         assert re.search(r"rank 1 cannot reserve \d+ bytes in /dev/shm", message), message
         for ours, theirs in zip(without, with_reducer, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-WITH_LITTLE_ROOM = """
+WITH_LITTLE_SHARED_MEMORY = """
 import logging, sys, torch, torch.distributed as dist
 from lightning_strategies_ext.torch_distributed.wrapping import wrap_in_ddp
 logging.basicConfig(level=logging.INFO)
@@ -162,7 +162,7 @@ print(model.module.weight.grad.unique().tolist())
 @pytest.mark.parametrize(("size", "is_enough"), [("16m", False), ("64m", True)])
 def test_half_of_the_shared_memory_is_left_to_others(tmp_path: Path, size: str, is_enough: bool) -> None:
     with private_shared_memory(size) as shared_memory:
-        command = [*shared_memory.prefix, sys.executable, "-c", WITH_LITTLE_ROOM, f"file://{tmp_path}/store"]
+        command = [*shared_memory.prefix, sys.executable, "-c", WITH_LITTLE_SHARED_MEMORY, f"file://{tmp_path}/store"]
         processes = [start_command(*command, rank) for rank in range(2)]
         outputs = [process.communicate(timeout=60)[0] for process in processes]
     for output in outputs:
@@ -181,7 +181,7 @@ def often_wrapped() -> tuple[int, list[int]]:
 
     with process_group():
         used = 0
-        left = []
+        num_remaining = []
         for _ in range(3):
             model = wrap_in_ddp(nn.Linear(1024, 1024), CPU)
             model.exchange_directly({})
@@ -189,15 +189,15 @@ def often_wrapped() -> tuple[int, list[int]]:
             used = num_bytes_of_shared_memory()
             del model
             gc.collect()
-            left.append(num_bytes_of_shared_memory())
-    return used, left
+            num_remaining.append(num_bytes_of_shared_memory())
+    return used, num_remaining
 
 
 @pytest.mark.processes
 def test_shared_memory_is_freed_with_the_model() -> None:
-    for used, left in run_ranks(often_wrapped):
-        assert left == left[:1] * 3
-        assert used == left[0] + 2 * 4 * 1024 * 1024, "each rank maps the memory of both"
+    for used, num_remaining in run_ranks(often_wrapped):
+        assert num_remaining == num_remaining[:1] * 3
+        assert used == num_remaining[0] + 2 * 4 * 1024 * 1024, "each rank maps the memory of both"
 
 
 # --- when the reducer exchanges ---
@@ -246,7 +246,7 @@ def reasons() -> list[str]:
 @pytest.mark.processes
 def test_a_message_gives_the_reason_why_the_reducer_exchanges() -> None:
     found = run_ranks(reasons)[0]
-    said = [
+    expected = [
         "`find_unused_parameters` or `static_graph` is set",
         "`find_unused_parameters` or `static_graph` is set",
         "`bucket_cap_mb=1.0`",
@@ -256,4 +256,4 @@ def test_a_message_gives_the_reason_why_the_reducer_exchanges() -> None:
         "bucket sizes are compared",
         "there is one rank",
     ]
-    assert found == [f"DDP's reducer exchanges the gradients: {each}." for each in said]
+    assert found == [f"DDP's reducer exchanges the gradients: {each}." for each in expected]

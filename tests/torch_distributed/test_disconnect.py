@@ -22,9 +22,9 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 pytestmark = pytest.mark.processes
 
 #: Timeout of the group, in seconds.
-FOREVER_S = 60
+TIMEOUT_S = 60
 #: Time limit that only a rank that waits for the timeout, or for a child, exceeds.
-LIMIT_S = FOREVER_S / 2
+LIMIT_S = TIMEOUT_S / 2
 
 
 def join(backend: str = "gloo") -> tuple[int, Peer]:
@@ -32,7 +32,7 @@ def join(backend: str = "gloo") -> tuple[int, Peer]:
     environment = LightningEnvironment()
     environment.set_global_rank(rank)
     environment.set_world_size(2)
-    process_group.start(environment, backend, torch.device("cpu"), timedelta(seconds=FOREVER_S))
+    process_group.start(environment, backend, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
     return rank, exchange_peers(process_group.default_store(), rank, 2)[1 - rank]
 
 
@@ -63,15 +63,15 @@ def test_connections_to_a_killed_rank_are_closed_although_its_child_holds_them()
     assert 0.4 < survivor.value < LIMIT_S
 
 
-def cut_off_and_see_what_is_left() -> list[bytes]:
+def disconnect_and_receive() -> list[bytes]:
     rank, other = join()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        mine = socket.create_connection(server.getsockname())
+        client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     dist.barrier()
     if rank == 0:
         assert fails_once_it_is_cut_off(other) < LIMIT_S
-    mine.sendall(b"still here")
+    client.sendall(b"still here")
     store = process_group.default_store()
     store.set(f"done {rank}", "too")
     seen = [accepted.recv(10), store.get(f"done {1 - rank}")]
@@ -80,11 +80,11 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
     return seen
 
 
-def test_connections_of_others_and_the_stores_stay():
-    assert run_ranks(cut_off_and_see_what_is_left) == [[b"still here", b"too"]] * 2
+def test_connections_of_other_libraries_and_of_the_store_remain_open():
+    assert run_ranks(disconnect_and_receive) == [[b"still here", b"too"]] * 2
 
 
-def wait_over_gloo_beside_another_backend() -> float:
+def wait_over_gloo_with_another_backend() -> float:
     rank, other = join("cpu:gloo,cuda:gloo")
     store, waited_s = process_group.default_store(), 0.0
     if rank == 0:
@@ -97,7 +97,7 @@ def wait_over_gloo_beside_another_backend() -> float:
 
 
 def test_disconnecting_aborts_gloo_also_if_gpus_have_another_backend():
-    waited_s, _ = run_ranks(wait_over_gloo_beside_another_backend)
+    waited_s, _ = run_ranks(wait_over_gloo_with_another_backend)
     assert 0.4 < waited_s < LIMIT_S
 
 
@@ -128,7 +128,7 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     return [*found, dist.is_initialized(), len(aborted)]
 
 
-def test_all_groups_are_aborted_at_once_since_one_may_hold_up_another_ones_abort():
+def test_all_groups_are_aborted_at_once_as_one_may_delay_the_abort_of_another():
     assert run_ranks(abort_groups_that_wait_for_each_other, world_size=1) == [[True, True, [1, 1, 1], False, 3]]
 
 
@@ -167,5 +167,5 @@ def abort_one_that_has_gloo_too() -> list[Any]:
     return [*found, dist.is_initialized()]
 
 
-def test_a_backend_that_cannot_be_aborted_does_not_keep_that_of_the_gpus_from_it():
+def test_a_backend_without_abort_does_not_prevent_the_abort_of_the_gpu_backend():
     assert run_ranks(abort_one_that_has_gloo_too, world_size=1) == [["cuda", True, False]]

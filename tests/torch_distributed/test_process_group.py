@@ -54,22 +54,22 @@ def test_gloo_outlives_its_group_so_that_releasing_the_group_waits_for_no_thread
 
 @pytest.mark.forked
 def test_exceptions_are_not_shown_with_the_rank_once_for_each_group():
-    usual = sys.excepthook
+    default_hook = sys.excepthook
     for _ in range(3):
         join()
-        assert sys.excepthook is not usual
+        assert sys.excepthook is not default_hook
         process_group.stop()
-        assert sys.excepthook is usual
+        assert sys.excepthook is default_hook
 
 
-def tell_at_the_end(sender: Connection) -> None:
+def send_at_exit(sender: Connection) -> None:
     Finalize(None, lambda: sender.send(dist.is_initialized()), exitpriority=-1)
     join()
 
 
 def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_ends():
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("forkserver").Process(target=tell_at_the_end, args=(sender,))
+    process = multiprocessing.get_context("forkserver").Process(target=send_at_exit, args=(sender,))
     process.start()
     sender.close()
     assert receiver.recv() is False
@@ -80,7 +80,7 @@ def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_end
 # --- the store ---
 
 
-def meet_twice() -> tuple[list[float], list[bool]]:
+def join_twice() -> tuple[list[float], list[bool]]:
     """Reduces in a group of this package, and in a group that the user creates from the same variables."""
     environment, sums, listened = LightningEnvironment(), [], []
     environment.set_global_rank(environment.local_rank())
@@ -104,7 +104,7 @@ def meet_twice() -> tuple[list[float], list[bool]]:
 
 
 def test_rank_0_frees_the_port_after_the_rendezvous_and_users_can_make_groups_there():
-    assert run_ranks(meet_twice) == [([2.0] * 2, [False, True]), ([2.0] * 2, [False, False])]
+    assert run_ranks(join_twice) == [([2.0] * 2, [False, True]), ([2.0] * 2, [False, False])]
 
 
 def serve_while_the_port_is_taken() -> None:

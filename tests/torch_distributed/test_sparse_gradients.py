@@ -182,7 +182,7 @@ BACKENDS = ("shm", "gloo")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_are_those_of_one_process_wherever_the_embedding_is(ranks, backend):
+def test_weights_match_one_process_for_every_position_of_the_embedding(ranks, backend):
     for name, accumulate in product(MODELS, (1, 2)):
         expected = reference(Net(*name), accumulate)
         for rank in ranks:
@@ -191,7 +191,7 @@ def test_weights_are_those_of_one_process_wherever_the_embedding_is(ranks, backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_weights_are_those_of_one_process_however_gradients_are_exchanged(ranks, backend, name):
+def test_weights_match_one_process_for_every_exchange_of_gradients(ranks, backend, name):
     expected = reference(Net(), 1)
     for rank in ranks:
         assert_are_close(rank[backend, name], expected, TOLERANCES.get(name, 1e-6))

@@ -143,13 +143,13 @@ def test_a_static_graph_joins(ranks):
 
 
 @pytest.mark.parametrize("name", ["PowerSGD", "powersgd", "topk", "bf16-mixed"])
-def test_what_rounds_comes_near_and_keeps_ranks_equal(ranks, name):
+def test_rounding_exchanges_come_close_and_keep_ranks_equal(ranks, name):
     for key, value in reference("join", LENGTHS, "counted").items():
         assert torch.equal(ranks[0][name][key], ranks[1][name][key])
         torch.testing.assert_close(ranks[0][name][key], value, rtol=0, atol=0.3)
 
 
-def test_what_only_ranks_without_data_use_is_left_alone(ranks):
+def test_parameters_that_only_ranks_without_data_use_are_unchanged(ranks):
     model = Branches()
     optimizer = model.configure_optimizers()
     for index in range(max(LENGTHS)):
@@ -164,7 +164,7 @@ def test_what_only_ranks_without_data_use_is_left_alone(ranks):
 
 @pytest.mark.parametrize("is_view", [True, False])
 @pytest.mark.parametrize("lengths", HEADS_LENGTHS)
-def test_what_a_rank_without_data_uses_in_a_window_counts_for_nothing(ranks, lengths, is_view):
+def test_gradients_of_a_rank_without_data_in_a_window_are_discarded(ranks, lengths, is_view):
     model = Heads()
     optimizer = model.configure_optimizers()
     for first in range(0, max(lengths), 3):

@@ -132,7 +132,7 @@ def test_parameters_tensors_in_lists_and_contents_of_large_containers_are_not_co
     assert len(owner.nested) == MAX_ITEMS_WITH_CONTENTS + 1
 
 
-def test_what_has_not_changed_is_not_written_to() -> None:
+def test_unchanged_contents_are_not_written_to() -> None:
     owner = Owner()
     owner.array.flags.writeable = False
     owner.tensors["a"] = torch.ones(1).expand(2)  # cannot be written to

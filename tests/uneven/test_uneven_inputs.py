@@ -41,8 +41,8 @@ POST_LOCAL_SGD = {
     "model_averaging_period": 2,
 }
 CASES = {
-    (way, name, kind, accumulate): {"accumulate_grad_batches": accumulate}
-    for way in ("stop", "join")
+    (mode, name, kind, accumulate): {"accumulate_grad_batches": accumulate}
+    for mode in ("stop", "join")
     for name in LENGTHS
     for kind in KINDS
     for accumulate in (1, 2)
@@ -83,8 +83,8 @@ class LaterEven(Model):
 def train_all(engine: str, directory: str) -> dict[Any, Any]:
     """Trains all cases on this rank."""
 
-    def trained(way: str, *args: Any) -> dict[str, Any]:
-        return train(strategy_of(engine, way), *args)
+    def trained(mode: str, *args: Any) -> dict[str, Any]:
+        return train(strategy_of(engine, mode), *args)
 
     results: dict[Any, Any] = {
         case: trained(case[0], LENGTHS[case[1]], case[2], Model, options) for case, options in CASES.items()
@@ -117,10 +117,10 @@ def ranks(engine: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[An
 @pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_are_those_of_the_ranks_that_had_data(ranks, case):
-    way, name, kind, accumulate = case
+    mode, name, kind, accumulate = case
     for result in (rank[case] for rank in ranks):
-        assert_equal(result["weights"], reference(way, LENGTHS[name], kind, accumulate))
-        num_batches = min(LENGTHS[name]) if way == "stop" else max(LENGTHS[name])
+        assert_equal(result["weights"], reference(mode, LENGTHS[name], kind, accumulate))
+        num_batches = min(LENGTHS[name]) if mode == "stop" else max(LENGTHS[name])
         assert result["global_step"] == NUM_EPOCHS * -(-num_batches // accumulate)
         assert result["lr"] == pytest.approx(0.1 * 0.5**NUM_EPOCHS)
         assert result["num_validated"] == [2] * (NUM_EPOCHS + 1)  # with the sanity check
@@ -137,9 +137,9 @@ def test_an_end_that_training_does_not_reach_is_no_error(ranks):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [case for case in CASES if case[3] == 1], ids=str)
-def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
-    way, name, _, _ = case
-    counted = [min(LENGTHS[name]) if way == "stop" else length for length in LENGTHS[name]]
+def test_each_batch_is_logged_and_counted_once(engine, ranks, case):
+    mode, name, _, _ = case
+    counted = [min(LENGTHS[name]) if mode == "stop" else length for length in LENGTHS[name]]
     firsts = [[batch_of(rank, index)[0] for index in range(count)] for rank, count in enumerate(counted)]
     whole = torch.cat([batch for batches in firsts for batch in batches])
     for result in (rank[case] for rank in ranks):
@@ -181,7 +181,7 @@ def test_manual_optimization_joins(ranks, kind):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("length", [4, 5])
-def test_what_has_been_exchanged_already_counts_once(ranks, length):
+def test_gradients_that_have_been_exchanged_count_once(ranks, length):
     """Rank 0 has its last batch as the first or second of the last three batches."""
     model = AddsUp()
     (optimizer,), _ = model.configure_optimizers()
@@ -218,18 +218,20 @@ def fail(engine: str, lengths: tuple[int, ...], kind: str, accumulate: int) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "lengths", "accumulate", "said"),
+    ("kind", "lengths", "accumulate", "expected_texts"),
     [
         ("counted", (5, 3), 1, ["rank 0: 5", "rank 1: 3"]),
         ("streamed", (5, 3), 2, ["rank 1 after 3"]),
         ("streamed", (2, 3), 1, ["rank 0 after 2"]),
     ],
 )
-def test_by_default_all_ranks_get_an_error_that_names_the_rank_without_batches(engine, kind, lengths, accumulate, said):
+def test_by_default_all_ranks_get_an_error_that_names_the_rank_without_batches(
+    engine, kind, lengths, accumulate, expected_texts
+):
     start = time.monotonic()
     texts = texts_of_errors(engine, fail, lengths, kind, accumulate)
     assert time.monotonic() - start < 120  # Lightning's strategy waits for half an hour
-    assert any(all(words in text for words in (*said, "uneven_inputs='stop'")) for text in texts), texts
+    assert any(all(part in text for part in (*expected_texts, "uneven_inputs='stop'")) for text in texts), texts
 
 
 def train_one_short(engine: str, kind: str) -> None:
@@ -238,11 +240,11 @@ def train_one_short(engine: str, kind: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "said"), [("counted", "rank 0: 5, rank 1: 3"), ("streamed", "rank 1 ran out 2 batches")]
+    ("kind", "expected_texts"), [("counted", "rank 0: 5, rank 1: 3"), ("streamed", "rank 1 ran out 2 batches")]
 )
-def test_the_log_names_the_rank_with_fewer_batches_and_the_difference(kind, said):
+def test_the_log_names_the_rank_with_fewer_batches_and_the_difference(kind, expected_texts):
     output = "".join(outcome.output for outcome in outcomes_of_ranks(train_one_short, "shm", kind))
-    assert output.count(said) == 1, output
+    assert output.count(expected_texts) == 1, output
 
 
 def train_three(engine: str) -> Any:
@@ -271,16 +273,16 @@ class Draws(Model):
 def train_drawing(engine: str) -> list[Any]:
     steps = [train(strategy_of(engine, "error"), (3, 3), kind, Draws)["global_step"] for kind in KINDS]
     refused = []
-    for way, kind in (("stop", "counted"), ("join", "streamed")):
+    for mode, kind in (("stop", "counted"), ("join", "streamed")):
         try:
-            train(strategy_of(engine, way), (3, 2), kind, Draws)
+            train(strategy_of(engine, mode), (3, 2), kind, Draws)
         except UnevenInputsError as error:
             refused.append(str(error))
     return [steps, refused]
 
 
 @pytest.mark.processes
-def test_steps_that_draw_their_batches_themselves_train_and_cannot_be_evened_out():
+def test_dataloader_iter_steps_train_and_refuse_uneven_inputs():
     for steps, refused in run("horovod", train_drawing):
         assert steps == [3 * NUM_EPOCHS] * 2
         assert [name in text for name, text in zip(("'stop'", "'join'"), refused, strict=True)] == [True, True]
@@ -308,7 +310,7 @@ def test_a_rank_without_any_batch_is_an_error(engine):
         (DDPStrategy, {"uneven_inputs": "join", "process_group": object()}, "process_group"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(make, arguments, message):
+def test_invalid_arguments_are_refused_at_construction(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
 

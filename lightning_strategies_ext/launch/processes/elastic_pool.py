@@ -119,7 +119,7 @@ class _ElasticRun:
     leave_reason: str | None = None  # why ranks have left the newest world without an agreement
     num_resets_without_exit: int = 0
     restarted_at: deque[float] = field(default_factory=deque)
-    too_few_since: float | None = None
+    below_min_workers_since: float | None = None
     has_notified_of_joining: bool = False
 
     def __post_init__(self) -> None:
@@ -219,7 +219,7 @@ class _ElasticRun:
         if was_in_world:
             for other in self.remaining:
                 other.notify_peer_loss(self.number)
-        if self._num_restarts_left() <= 0:
+        if self._num_remaining_restarts() <= 0:
             max_restarts, window_s = self.policy.max_restarts, self.policy.window_s
             limit = f"`max_restarts={max_restarts}` within {window_s:.0f} s (`restart_window`)"
             reason = f"The worker is not restarted, because {limit} is reached. Fix the cause, or raise the limit."
@@ -243,7 +243,7 @@ class _ElasticRun:
 
     # --- restarts ---
 
-    def _num_restarts_left(self) -> int:
+    def _num_remaining_restarts(self) -> int:
         now = time.monotonic()
         while self.restarted_at and now - self.restarted_at[0] > self.policy.window_s:
             self.restarted_at.popleft()
@@ -253,8 +253,8 @@ class _ElasticRun:
         """Starts a worker that replaces one that has exited."""
         self.restarted_at.append(time.monotonic())
         replacement = self.pool.replace(worker.rank)
-        order = RunTask(self.settings[worker.rank], self.is_continuation, is_joining=True)
-        replacement.submit(order, self.task)
+        run_task = RunTask(self.settings[worker.rank], self.is_continuation, is_joining=True)
+        replacement.submit(run_task, self.task)
         return replacement
 
     def _restart_exited(self) -> None:
@@ -270,7 +270,7 @@ class _ElasticRun:
         remaining = self.remaining
         failures = {worker: worker.reply for worker in self.leaving if isinstance(worker.reply, TaskFailed)}
         can_join = [worker for worker, failure in failures.items() if not isinstance(failure.exception, JoinError)]
-        restarted = can_join[: max(0, self._num_restarts_left())]
+        restarted = can_join[: max(0, self._num_remaining_restarts())]
         num_expected = sum(map(len, (remaining, self.joining, self.exiting, restarted)))
         self.leaving = []
         if not remaining or num_expected < self.policy.min_workers:
@@ -297,8 +297,8 @@ class _ElasticRun:
                 self._assign_ranks(joining)
             return
         are_ready = self.ready.issuperset(self.remaining)
-        have_left = bool(self.leaving)
-        if have_left and (are_ready or self.remaining == self.world):
+        are_any_leaving = bool(self.leaving)
+        if are_any_leaving and (are_ready or self.remaining == self.world):
             self._release_leaving()
         if not are_ready:
             if joining and not self.has_notified_of_joining:
@@ -309,7 +309,7 @@ class _ElasticRun:
         if len(candidates) < self.policy.min_workers:
             self._check_wait_timeout(len(candidates))
             return
-        is_without_exit = self.leave_reason and not self.exit_errors and not have_left
+        is_without_exit = self.leave_reason and not self.exit_errors and not are_any_leaving
         self.num_resets_without_exit = self.num_resets_without_exit + 1 if is_without_exit else 0
         if self.num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
             message = (
@@ -322,8 +322,8 @@ class _ElasticRun:
     def _check_wait_timeout(self, num_workers: int) -> None:
         """Fails if fewer than ``min_workers`` workers have waited for too long."""
         timeout_s, now = self.policy.wait_timeout_s, time.monotonic()
-        self.too_few_since = self.too_few_since or now
-        if timeout_s is not None and now - self.too_few_since >= timeout_s:
+        self.below_min_workers_since = self.below_min_workers_since or now
+        if timeout_s is not None and now - self.below_min_workers_since >= timeout_s:
             missing = [worker for worker in self.joining if worker not in self.ready]
             awaited = " and ".join(f"worker {worker.rank} ({worker.description})" for worker in missing)
             message = (
@@ -334,7 +334,7 @@ class _ElasticRun:
 
     def _assign_ranks(self, world: list[Worker]) -> None:
         self.number = next(_world_numbers)
-        self.too_few_since = None
+        self.below_min_workers_since = None
         self.forming = world
         self.ready.difference_update(world)
         store = self.store.name if isinstance(self.store, HostStore) else (self.store.host, self.store.port)

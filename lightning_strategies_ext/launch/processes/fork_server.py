@@ -37,14 +37,14 @@ class ForkServer:
     """
 
     def __init__(self, preloaded: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        with theirs:
-            arguments = str(theirs.fileno()), str(os.getpid()), preloaded
+        parent_end, child_end = socket.socketpair()
+        self._socket = parent_end
+        with child_end:
+            arguments = str(child_end.fileno()), str(os.getpid()), preloaded
             command = python_module(__name__, *arguments, options=current_options())
             self._pid = os.getpid()
             # In a new session: Ctrl-C in a terminal reaches only the main process, which signals the workers.
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            self.process = subprocess.Popen(command, pass_fds=[child_end.fileno()], start_new_session=True)
 
     def fork(self, worker: socket.socket) -> int:
         """Forks a worker with the given end of its channel, and returns its process ID.

@@ -256,9 +256,9 @@ class WorkerPool:
 
     def replace(self, rank: int) -> Worker:
         """Starts a worker that replaces one that has exited, and prepares it while the other workers run."""
-        dead = self.workers[rank]
-        dead.close()
-        worker = self.workers[rank] = self.starter.replace(dead, self.workers)
+        exited = self.workers[rank]
+        exited.close()
+        worker = self.workers[rank] = self.starter.replace(exited, self.workers)
         return worker
 
     def retain(self, workers: Sequence[Worker]) -> None:

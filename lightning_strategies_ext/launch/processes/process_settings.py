@@ -107,7 +107,7 @@ HOST_VARIABLES = frozenset(
 #: Prefixes of names of such variables. Ray's variables include its authentication token.
 _PREFIXES_OF_A_HOST = ("RAY_", "XDG_")
 #: Variables that ranks receive even if the user lists only others: the secret of the job, seeds, the network.
-_OF_ALL_RANKS = ("LIGHTNING_STRATEGIES_EXT_*", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "GLOO_SOCKET_IFNAME")
+_RANK_PATTERNS = ("LIGHTNING_STRATEGIES_EXT_*", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "GLOO_SOCKET_IFNAME")
 
 #: Names of the variables that the last task has set.
 _received: set[str] = set()
@@ -175,7 +175,7 @@ def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dic
     allowed = [name for name in names or () if not name.startswith("!")]
     if names is None or (denied and not allowed):
         allowed = ["*"]
-    allowed += _OF_ALL_RANKS
+    allowed += _RANK_PATTERNS
     return {
         name: value
         for name, value in environment.items()

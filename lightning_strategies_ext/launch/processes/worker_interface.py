@@ -213,7 +213,7 @@ class WorkerStarter(Protocol):
     def start(self, num_workers: int, inherited_task: WorkerTask | None) -> Iterator[Worker]:
         """Yields workers as they start; forks inherit the task. At the end, all have ranks and are ready for tasks."""
 
-    def replace(self, dead: Any, workers: Sequence[Any]) -> Worker:
+    def replace(self, exited: Any, workers: Sequence[Any]) -> Worker:
         """Starts a worker that replaces an exited one, and prepares it for tasks while the other workers run."""
 
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentTask:

@@ -199,7 +199,7 @@ class WorkerService:
         try:
             _prepare(start)
         except BaseException as exception:
-            return TaskFailed.of(exception)
+            return TaskFailed.from_exception(exception)
         # The objects up to here stay, so that collections between tasks can skip them. A collection before the freeze
         # would write to all pages that a forked worker shares with its parent.
         gc.freeze()
@@ -229,7 +229,7 @@ class WorkerService:
         """Returns the reply in place of a result that could not be sent, and drops the remaining results."""
         self._results = iter(())
         gc.collect()
-        return TaskFailed.of(exception)
+        return TaskFailed.from_exception(exception)
 
     def _next_result(self) -> Any:
         try:
@@ -250,7 +250,7 @@ class WorkerService:
             self._session.save(path)
             return StateSaved()
         except Exception as exception:
-            return TaskFailed.of(exception)
+            return TaskFailed.from_exception(exception)
 
     def _run(self, order: RunTask, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
         self._session.save = None
@@ -261,14 +261,14 @@ class WorkerService:
             self._results = self._start_task(order)
             yield TaskDone(RngState.now())
         except TaskFailedError as failed:
-            yield TaskFailed.of(failed.__cause__ or failed, has_results=failed.results is not None)
+            yield TaskFailed.from_exception(failed.__cause__ or failed, has_results=failed.results is not None)
             failed.clean_up()
             if failed.results is None:
                 self.is_finished = True
                 return
             self._results = failed.results
         except BaseException as exception:
-            yield TaskFailed.of(exception)
+            yield TaskFailed.from_exception(exception)
             self.is_finished = True
         self._inherited_task = None
 

@@ -82,13 +82,13 @@ class WorkerProcess(Worker):
 
     def _exit_error(self) -> WorkerDiedError:
         code = self._exit_code()
-        how = "exited" if code is None else f"exited with exit code {code}"
+        outcome = "exited" if code is None else f"exited with exit code {code}"
         name, hint = None, ""
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            how = f"was killed by {name}"
+            outcome = f"was killed by {name}"
             hint = " The kernel sends SIGKILL when memory runs out." if name == "SIGKILL" else ""
-        message = f"rank {self.rank} ({self.description}) {how} in the middle of its work.{hint}"
+        message = f"rank {self.rank} ({self.description}) {outcome} in the middle of its work.{hint}"
         return WorkerDiedError(message, self.rank, self.pid, -1 if code is None else code, name)
 
     @override
@@ -187,15 +187,15 @@ class ProcessStarter(WorkerStarter):
         return (self._start(rank, inherited_task) for rank in range(num_workers))
 
     @override
-    def replace(self, dead: WorkerProcess, workers: Sequence[WorkerProcess]) -> WorkerProcess:
-        return self._start(dead.rank, None)
+    def replace(self, exited: WorkerProcess, workers: Sequence[WorkerProcess]) -> WorkerProcess:
+        return self._start(exited.rank, None)
 
     def _start(self, rank: int, inherited_task: WorkerTask | None) -> WorkerProcess:
         setup = WorkerSetup(rank, None if self.forks else worker_main.preparation_data())
-        ours, theirs = socket.socketpair()
-        with theirs:
-            pid, exit_code = self._start_process(theirs, inherited_task)
-        worker = WorkerProcess(rank, Channel(ours), pid, exit_code)
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            pid, exit_code = self._start_process(child_end, inherited_task)
+        worker = WorkerProcess(rank, Channel(parent_end), pid, exit_code)
         try:
             worker.send(setup)
             worker.enter(WorkerState.IDLE)  # the socket keeps messages until the worker reads them
@@ -206,21 +206,21 @@ class ProcessStarter(WorkerStarter):
         return worker
 
     def _start_process(
-        self, theirs: socket.socket, inherited_task: WorkerTask | None
+        self, child_end: socket.socket, inherited_task: WorkerTask | None
     ) -> tuple[int, Callable[[], int | None]]:
         """Starts a process that serves a channel; returns its process ID, and a function that returns its exit code."""
         if self._start_method == "forkserver":
             server = fork_server.get(self._preloaded)
-            pid = server.fork(theirs)
+            pid = server.fork(child_end)
             return pid, lambda: server.exit_code(pid)
         if self._start_method == "fork":
-            arguments = theirs, os.getpid(), inherited_task
+            arguments = child_end, os.getpid(), inherited_task
             fork = multiprocessing.get_context("fork").Process(target=_serve_in_own_session, args=arguments)
             fork.start()
             assert fork.pid is not None
             return fork.pid, lambda: fork.exitcode
-        command = worker_main.command(theirs, os.getpid())
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        command = worker_main.command(child_end, os.getpid())
+        process = subprocess.Popen(command, pass_fds=[child_end.fileno()], start_new_session=True)
         return process.pid, process.poll
 
     @override

@@ -144,7 +144,7 @@ class WorkerActor:
         gc.disable()  # as in `worker_main.command`
         self._link = MainLink(address, secret, number)
         self._service: WorkerService | None = None
-        self._rest: Iterator[Any] = iter(())
+        self._remaining_replies: Iterator[Any] = iter(())
 
     def info(self, paths: Sequence[str], modules: Sequence[str], packages: Sequence[str]) -> WorkerHostInfo:
         """Imports the modules that tasks need, and returns information about the worker.
@@ -181,9 +181,9 @@ class WorkerActor:
         self.finish_reply()
         if isinstance(message, RunTask):
             assert task is not None
-        self._rest = self._service.handle(message, (task or RayPayload(b"")).to_received_message)
+        self._remaining_replies = self._service.handle(message, (task or RayPayload(b"")).to_received_message)
         del task
-        reply = next(self._rest)
+        reply = next(self._remaining_replies)
         try:
             pickled = dump(reply, is_return=True)
         except Exception as exception:
@@ -194,7 +194,7 @@ class WorkerActor:
 
     def finish_reply(self) -> None:
         """Completes the handling of the last message after its reply; exits if the worker is finished."""
-        for _ in self._rest:
+        for _ in self._remaining_replies:
             pass
         if self._service is not None and self._service.is_finished:
             self.end()
@@ -203,7 +203,7 @@ class WorkerActor:
         """Shuts down the worker and exits."""
         import ray
 
-        self._rest = iter(())
+        self._remaining_replies = iter(())
         self._service = None
         gc.collect()  # shuts down DataLoader workers
         self._link.flush()
@@ -334,16 +334,16 @@ class LinkRelayActor:
     """A link server in the cluster for a main process outside of it, which calls the methods concurrently.
 
     Args:
-        silence_s: Seconds after which a main process that requests no events counts as exited. The relay then exits,
+        timeout_s: Seconds after which a main process that requests no events counts as exited. The relay then exits,
             which closes the links and so terminates the workers.
     """
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, timeout_s: float) -> None:
         import ray
 
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._link_server = LinkServer(ray.util.get_node_ip_address())
-        self._silence_s = silence_s
+        self._timeout_s = timeout_s
         self._last_call_at = time.monotonic()
         threading.Thread(target=self._exit_after_timeout, daemon=True, name="lightning-strategies-ext relay").start()
 
@@ -370,7 +370,7 @@ class LinkRelayActor:
         self._link_server.links[number].send_bytes(data)
 
     def _exit_after_timeout(self) -> None:
-        while time.monotonic() - self._last_call_at < self._silence_s:
+        while time.monotonic() - self._last_call_at < self._timeout_s:
             time.sleep(1)
         os._exit(1)
 

@@ -213,9 +213,9 @@ class RayStarter(WorkerStarter):
             worker.enter(WorkerState.IDLE)
 
     @override
-    def replace(self, dead: RayWorker, workers: Sequence[RayWorker]) -> RayWorker:
+    def replace(self, exited: RayWorker, workers: Sequence[RayWorker]) -> RayWorker:
         """Starts a worker in the bundle of one that has exited, on another host if Ray had to move the bundle."""
-        worker = self._start(dead.rank, dead.bundle)
+        worker = self._start(exited.rank, exited.bundle)
         worker.start_up(self._startup_steps(worker, workers))
         return worker
 
@@ -291,13 +291,13 @@ def _assign_ranks(workers: Sequence[RayWorker], main_host: str) -> None:
     for worker in sorted(workers, key=lambda worker: (worker.info.host != main_host, worker.rank)):  # type: ignore[union-attr]
         assert worker.info is not None
         hosts.setdefault(worker.info.host, []).append(worker)
-    ranked = [worker for of_host in hosts.values() for worker in of_host]
+    ranked = [worker for host_workers in hosts.values() for worker in host_workers]
     first = ranked[0].info
     assert first is not None
     address = first.address if len(hosts) > 1 else "127.0.0.1"
-    for node_rank, of_host in enumerate(hosts.values()):
-        for local_rank, worker in enumerate(of_host):
+    for node_rank, host_workers in enumerate(hosts.values()):
+        for local_rank, worker in enumerate(host_workers):
             worker.rank = ranked.index(worker)
             worker.rank_info = WorkerRankInfo(
-                worker.rank, len(ranked), local_rank, len(of_host), node_rank, len(hosts), address, first.port
+                worker.rank, len(ranked), local_rank, len(host_workers), node_rank, len(hosts), address, first.port
             )

@@ -86,11 +86,11 @@ def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
         shared.object_of(number).__class__ = pickled.load()
     lost = [*diff.lost, *_set_attributes(diff.attributes, shared)]
     if diff.training is not None:
-        tree, *of_fit = decode(diff.training, shared)
+        tree, *fit_state = decode(diff.training, shared)
         for number, parts in tree:
             put_parts(shared.object_of(number), parts)
-        if of_fit:
-            strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state = of_fit
+        if fit_state:
+            strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state = fit_state
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     for name, mode in diff.modes.items():
         if name in modules:
@@ -166,5 +166,5 @@ def _attribute_text(trainer: Any, holder: Any, name: str) -> str:
         prefix = next((prefix for prefix, part in module.named_modules() if part is holder), "")
         path = ".".join(filter(None, (prefix, name)))
         kind, holder = "LightningModule", module
-    whole = f"the {kind} {type(holder).__name__}"
-    return f"`{path}` of {whole}" if path else whole[0].upper() + whole[1:]
+    holder_text = f"the {kind} {type(holder).__name__}"
+    return f"`{path}` of {holder_text}" if path else holder_text[0].upper() + holder_text[1:]

@@ -33,7 +33,7 @@ from lightning_strategies_ext.launch.transport.reducers import names_of_computed
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_strategies_ext")
 #: Depth to which nested containers are counted, and length from which the elements of a container are not.
 _DEPTH = 4
-_MANY = 1000
+_MAX_COUNTED_LENGTH = 1000
 
 
 class StageBaseline:
@@ -191,4 +191,6 @@ def _extent(value: Any, depth: int) -> int:
     if not isinstance(value, (list, tuple, set, deque)):
         return 0
     # Elements of long containers are not counted: they may be large data of the user.
-    return len(value) + (sum(_extent(item, depth - 1) for item in value) if depth and len(value) <= _MANY else 0)
+    return len(value) + (
+        sum(_extent(item, depth - 1) for item in value) if depth and len(value) <= _MAX_COUNTED_LENGTH else 0
+    )

@@ -69,13 +69,13 @@ def in_dataset_order(ranks: Sequence[KeyedOutputs], batch_size: int) -> list[Any
         raise ValueError(f"`batch_size` must be at least 1, not {batch_size}.")
     sizes = np.array([len(batch) for rank in ranks for batch in rank.keys], dtype=np.int64)
     keys = np.fromiter(chain.from_iterable(chain.from_iterable(rank.keys for rank in ranks)), dtype=np.int64)
-    kept = np.unique(keys, return_index=True)[1]  # by ascending key, the first sample of each
-    batches = np.repeat(np.arange(len(sizes)), sizes)[kept]
-    rows = kept - (np.cumsum(sizes) - sizes)[batches]
+    first_rows = np.unique(keys, return_index=True)[1]  # by ascending key, the first sample of each
+    batches = np.repeat(np.arange(len(sizes)), sizes)[first_rows]
+    rows = first_rows - (np.cumsum(sizes) - sizes)[batches]
 
     outputs = OutputReader(ranks, sizes.tolist(), np.bincount(batches, minlength=len(sizes)).tolist())
     result: list[Any] = []
-    for start in range(0, len(kept), batch_size):
+    for start in range(0, len(first_rows), batch_size):
         result += outputs.assemble(batches[start : start + batch_size], rows[start : start + batch_size])
     outputs.exhaust()
     return result
@@ -87,17 +87,17 @@ class OutputReader:
     Args:
         ranks: Predictions of each rank, by rank.
         sizes: Number of samples of each output.
-        rows_left: For each output, the number of its samples that are in the result.
+        num_remaining_rows: For each output, the number of its samples that are in the result.
     """
 
-    def __init__(self, ranks: Sequence[KeyedOutputs], sizes: list[int], rows_left: list[int]) -> None:
+    def __init__(self, ranks: Sequence[KeyedOutputs], sizes: list[int], num_remaining_rows: list[int]) -> None:
         self._iterators = [iter(rank.outputs) for rank in ranks]
         self._rank_of = [rank for rank, predictions in enumerate(ranks) for _ in predictions.keys]
         ends = np.cumsum([0, *(len(rank.keys) for rank in ranks)]).tolist()
         self._next, self._ends = ends[:-1], ends[1:]
         self._sizes = sizes
-        self._rows_left = rows_left
-        self._held: dict[int, Any] = {}
+        self._num_remaining_rows = num_remaining_rows
+        self._cached: dict[int, Any] = {}
         self._layouts: dict[int, SampleLayout | None] = {}
         self._interpretations = ListInterpretations()
 
@@ -106,33 +106,33 @@ class OutputReader:
         present, counts = np.unique(batches, return_counts=True)
         numbers: dict[SampleLayout, int] = {}
         layouts = np.empty(len(batches), dtype=np.int64)  # a change of layout splits the batch
-        stays = np.ones(len(batches), dtype=bool)
+        is_included = np.ones(len(batches), dtype=bool)
         for batch in present.tolist():
             rank = self._rank_of[batch]
             while self._next[rank] <= batch:
                 self._read(rank)
-            of_batch, layout = batches == batch, self._layouts[batch]
+            is_row, layout = batches == batch, self._layouts[batch]
             if layout is None:
-                layouts[of_batch] = -1 - batch
-                stays[of_batch] = False
-                stays[of_batch.argmax()] = batch in self._held  # once, at its first kept key
+                layouts[is_row] = -1 - batch
+                is_included[is_row] = False
+                is_included[is_row.argmax()] = batch in self._cached  # once, at its first kept key
             else:
-                layouts[of_batch] = numbers.setdefault(layout, len(numbers))
-        batches, rows, layouts = batches[stays], rows[stays], layouts[stays]
+                layouts[is_row] = numbers.setdefault(layout, len(numbers))
+        batches, rows, layouts = batches[is_included], rows[is_included], layouts[is_included]
 
         result: list[Any] = []
-        cuts = np.flatnonzero(np.diff(layouts)) + 1
-        for run in np.split(np.arange(len(layouts)), cuts) if len(layouts) else ():
+        boundaries = np.flatnonzero(np.diff(layouts)) + 1
+        for run in np.split(np.arange(len(layouts)), boundaries) if len(layouts) else ():
             layout = self._layouts[int(batches[run[0]])]
             if layout is None:
-                result.append(copied(self._held.pop(int(batches[run[0]]))))
+                result.append(copied(self._cached.pop(int(batches[run[0]]))))
             else:
                 result.append(self._gather(layout, batches[run], rows[run]))
 
         for batch, count in zip(present.tolist(), counts.tolist(), strict=True):
-            self._rows_left[batch] -= count
-            if not self._rows_left[batch]:
-                self._held.pop(batch, None)
+            self._num_remaining_rows[batch] -= count
+            if not self._num_remaining_rows[batch]:
+                self._cached.pop(batch, None)
                 del self._layouts[batch]
         return result
 
@@ -152,7 +152,7 @@ class OutputReader:
         present = np.unique(batches).tolist()
         positions = [np.flatnonzero(batches == batch) for batch in present]
         return gather(
-            layout, [self._held[batch] for batch in present], [rows[position] for position in positions], positions
+            layout, [self._cached[batch] for batch in present], [rows[position] for position in positions], positions
         )
 
     def _read(self, rank: int) -> None:
@@ -163,8 +163,8 @@ class OutputReader:
             missing = self._ends[rank] - batch
             raise ValueError(f"Rank {rank} has keys for {missing} more batch(es) than it has outputs.") from None
         self._next[rank] += 1
-        if self._rows_left[batch]:
-            self._held[batch] = output
+        if self._num_remaining_rows[batch]:
+            self._cached[batch] = output
             layout = layout_of(output, self._sizes[batch], self._interpretations)
             self._layouts[batch] = None if layout is None or is_of_batch(layout) else layout
 

@@ -90,10 +90,10 @@ class ModuleTree:
 
 def put_parts(holder: Module, parts: Parts) -> None:
     """Replaces the parts of a module."""
-    for kind, of_kind in parts.items():
+    for kind, kind_parts in parts.items():
         own = vars(holder)[kind]
         own.clear()
-        own.update(of_kind)
+        own.update(kind_parts)
 
 
 def _parts_of(holder: Module) -> Parts:
@@ -101,4 +101,4 @@ def _parts_of(holder: Module) -> Parts:
 
 
 def _identities(parts: Parts) -> list[tuple[str, list[tuple[str, int]]]]:
-    return [(kind, [(leaf, id(part)) for leaf, part in of_kind.items()]) for kind, of_kind in parts.items()]
+    return [(kind, [(leaf, id(part)) for leaf, part in kind_parts.items()]) for kind, kind_parts in parts.items()]

@@ -134,7 +134,7 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
     contents = _contents_of(obj)  # in a tuple, which is immutable, objects may have changed
     if has_custom_pickling(obj):
         state = get_state(obj)
-        return contents, OwnState(state, left_out_of(obj, state))
+        return contents, OwnState(state, omitted_attributes(obj, state))
     if hasattr(type(obj), "__setstate__"):
         attributes, slots = dict(getattr(obj, "__dict__", {})) or None, in_slots(obj)
         return contents, OwnState((attributes, slots) if slots else attributes, [])
@@ -220,7 +220,7 @@ class OwnState:
 
     Attributes:
         state: State that pickle sets.
-        left_out: Names of the attributes that ``state`` lacks or has as None.
+        omitted: Names of the attributes that ``state`` lacks or has as None.
         make: Callable with which pickle creates the object, and its arguments; None creates an empty object.
         items: Items of a list.
         pairs: Keys and values of a dictionary.
@@ -228,14 +228,14 @@ class OwnState:
     """
 
     state: Any
-    left_out: list[str]
+    omitted: list[str]
     make: tuple[Any, tuple[Any, ...]] | None = None
     items: list[Any] | None = None
     pairs: list[tuple[Any, Any]] | None = None
     set_state: Any = None
 
     @classmethod
-    def of(cls, obj: Any) -> "OwnState | None":
+    def from_object(cls, obj: Any) -> "OwnState | None":
         """Returns the state of an object; None if pickle stores the object by name.
 
         Raises:
@@ -251,30 +251,30 @@ class OwnState:
         is_empty = function in _MAKERS and len(args) == 1
         return cls(
             state,
-            left_out_of(obj, state),
+            omitted_attributes(obj, state),
             None if is_empty else (function, args),
             None if items is None else list(items),
             None if pairs is None else list(pairs),
             set_state,
         )
 
-    def restore(self, obj: Any, kept: Iterable[str] = ()) -> None:
+    def restore(self, obj: Any, retained: Iterable[str] = ()) -> None:
         """Restores an object in place to what unpickling would create.
 
-        The object keeps its values of the attributes in ``left_out``, unless its class sets them.
+        The object keeps its values of the attributes in ``omitted``, unless its class sets them.
 
         Args:
             obj: The object.
-            kept: Names of further attributes that the object keeps.
+            retained: Names of further attributes that the object keeps.
 
         Raises:
             Exception: Any exception of the object's class; the object is unchanged then.
         """
         before = all_attributes(obj)
         elements = _contents_of(obj)
-        kept = set(kept)
+        retained = set(retained)
         try:
-            self._make(obj, kept)
+            self._make(obj, retained)
             if self.state is not None:
                 self._set_state(obj)
             if self.items is not None:
@@ -288,23 +288,23 @@ class OwnState:
             refill(obj, elements)
             raise
         after = all_attributes(obj)
-        kept.update(name for name in self.left_out if after.get(name) is None)
-        put(obj, {name: before[name] for name in kept & before.keys()})
+        retained.update(name for name in self.omitted if after.get(name) is None)
+        put(obj, {name: before[name] for name in retained & before.keys()})
 
-    def _make(self, obj: Any, kept: set[str]) -> None:
+    def _make(self, obj: Any, retained: set[str]) -> None:
         function, args = self.make or (None, ())
         if function is None:
-            _clear(obj, kept)
+            _clear(obj, retained)
         elif function is type(obj):
-            _clear(obj, kept)
+            _clear(obj, retained)
             obj.__init__(*args)
         else:
-            made = function(*args)
-            if type(made) is not type(obj):
-                raise TypeError(f"unpickling creates a {type(made).__name__} instead of a {type(obj).__name__}")
-            if made is not obj:
-                _clear(obj, kept)
-                put(obj, {name: obj if part is made else part for name, part in all_attributes(made).items()})
+            created = function(*args)
+            if type(created) is not type(obj):
+                raise TypeError(f"unpickling creates a {type(created).__name__} instead of a {type(obj).__name__}")
+            if created is not obj:
+                _clear(obj, retained)
+                put(obj, {name: obj if part is created else part for name, part in all_attributes(created).items()})
 
     def _set_state(self, obj: Any) -> None:
         state = self.state
@@ -320,7 +320,7 @@ class OwnState:
                 setattr(obj, name, value)
 
 
-def left_out_of(obj: Any, state: Any) -> list[str]:
+def omitted_attributes(obj: Any, state: Any) -> list[str]:
     """Returns the names of the attributes that an object has and its pickled state lacks or has as None."""
     if isinstance(state, tuple) and all(part is None or isinstance(part, dict) for part in state):
         state = dict(chain.from_iterable((part or {}).items() for part in state))
@@ -334,8 +334,8 @@ def all_attributes(obj: Any) -> dict[str, Any]:
     return {**getattr(obj, "__dict__", {}), **in_slots(obj)}
 
 
-def _clear(obj: Any, kept: Iterable[str]) -> None:
-    for name in all_attributes(obj).keys() - kept:
+def _clear(obj: Any, retained: Iterable[str]) -> None:
+    for name in all_attributes(obj).keys() - retained:
         delete(obj, name)
 
 
@@ -364,7 +364,7 @@ def attributes_of(holder: Any) -> dict[str, Any]:
     """
     with suppress(Exception):  # forked workers may have objects that cannot be pickled
         if _customizes_pickling(holder):
-            own = OwnState.of(holder)
+            own = OwnState.from_object(holder)
             return {} if own is None else {WHOLE: own}
     return named_attributes_of(holder)
 

@@ -30,8 +30,8 @@ class RankPredictions:
         loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
         outputs = [value] if len(loaders) == 1 else value
         keys, batch_sizes = [], []
-        for loader, of_loader in zip(loaders, outputs, strict=True):
-            keys_of_loader, batch_size = _keys(loader, len(of_loader), trainer.global_rank, trainer.world_size)
+        for loader, loader_outputs in zip(loaders, outputs, strict=True):
+            keys_of_loader, batch_size = _keys(loader, len(loader_outputs), trainer.global_rank, trainer.world_size)
             keys.append(keys_of_loader)
             batch_sizes.append(batch_size)
         return cls(PredictionPlan(keys, batch_sizes), outputs)
@@ -41,9 +41,9 @@ class RankPredictions:
         yield self.plan
         chunk: list[Pickled] = []
         size = 0
-        for of_loader in self.outputs:
-            while of_loader:
-                chunk.append(dump(of_loader.pop(0), is_return=True))
+        for loader_outputs in self.outputs:
+            while loader_outputs:
+                chunk.append(dump(loader_outputs.pop(0), is_return=True))
                 size += sum(memoryview(buffer).nbytes for buffer in chunk[-1].buffers)
                 if size > CHUNK_NUM_BYTES:
                     yield PredictionChunk(chunk)

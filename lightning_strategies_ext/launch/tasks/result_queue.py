@@ -59,10 +59,10 @@ def read_queue(trainer: Any, queue: ResultQueue) -> None:
 
 
 def _call(name: str, default: Callable[..., None], trainer: Any, queue: ResultQueue) -> None:
-    of_module: Callable[..., None] | None = getattr(trainer.lightning_module, name, None)
-    if of_module is None:
+    module_method: Callable[..., None] | None = getattr(trainer.lightning_module, name, None)
+    if module_method is None:
         getattr(trainer.strategy, name, default)(trainer, queue)
-    elif len(inspect.signature(of_module).parameters) > 1:
-        of_module(trainer, queue)
+    elif len(inspect.signature(module_method).parameters) > 1:
+        module_method(trainer, queue)
     else:
-        of_module(queue)
+        module_method(queue)

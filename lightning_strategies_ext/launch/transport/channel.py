@@ -60,7 +60,7 @@ class PreparedMessage:
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
         located = {number: locate(handle) for number, handle in pickled.handles.items()}
-        self._fds = [place for place in located.values() if isinstance(place, int)]
+        self._fds = [location for location in located.values() if isinstance(location, int)]
         written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
         cached = {} if cache is None else cache.files_for(written)
         small = [number for number in written if number not in cached]
@@ -69,7 +69,9 @@ class PreparedMessage:
         # Location of each buffer: a file and its span there; the names of shared memory; None for a descriptor.
         locations: dict[int, Any] = {number: (0, span) for span, number in enumerate(small, 1)}
         locations.update((number, (self._files.index(file), 0)) for number, file in cached.items())
-        locations.update((number, None if isinstance(place, int) else place) for number, place in located.items())
+        locations.update(
+            (number, None if isinstance(location, int) else location) for number, location in located.items()
+        )
         spans = [file.spans for file in self._files]
         self._inline = pickle.dumps((spans, [locations[number] for number in range(len(pickled.buffers))]))
 
@@ -120,7 +122,7 @@ class ReceivedMessage:
         except (MemoryError, OSError):
             raise
         except Exception as error:
-            raise UnreadableTaskError.of(self.pickled, error) from error
+            raise UnreadableTaskError.from_error(self.pickled, error) from error
 
     def close(self) -> None:
         """Closes the descriptors; rebuilt tensors stay valid."""
@@ -165,7 +167,7 @@ class Channel:
         if not num_files:
             return ReceivedMessage(Pickled(inline))
         spans, locations = pickle.loads(inline)
-        files = [MemoryFile(fd, of_file) for fd, of_file in zip(fds, spans, strict=True)]
+        files = [MemoryFile(fd, file_spans) for fd, file_spans in zip(fds, spans, strict=True)]
         mapped = [file.map(private=private) for file in files]
         descriptors = iter(self._receive_descriptors(locations.count(None)))
         buffers: list[Any] = []
@@ -236,14 +238,14 @@ _ROOTS = {
     "Strategy": "the strategy",
     "Trainer": "the Trainer",
 }
-_OF_A_MODULE = ("_modules", "_parameters", "_buffers")
+_MODULE_REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
 class UnreadableTaskError(TypeError):
     """A worker cannot rebuild its task. The message names the part by the names that the user knows."""
 
     @classmethod
-    def of(cls, pickled: Pickled, error: Exception) -> "UnreadableTaskError":
+    def from_error(cls, pickled: Pickled, error: Exception) -> "UnreadableTaskError":
         """Returns the error for a task whose unpickling has raised ``error``."""
         name = "An object that the workers need"
         with suppress(Exception):
@@ -279,7 +281,7 @@ def _find_unreadable(pickled: Pickled) -> str | None:
                 path.append(part)
             elif (name := _root_name(part)) is not None:
                 root, path = name, []
-    names = ".".join(name for name in path if name not in _OF_A_MODULE)
+    names = ".".join(name for name in path if name not in _MODULE_REGISTRIES)
     if root is None:
         return None
     return f"`{names}` of {root}" if names else root[0].upper() + root[1:]

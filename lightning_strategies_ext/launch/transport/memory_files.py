@@ -32,7 +32,7 @@ _MIN_CACHED_BYTES = 1 << 20
 _MIN_CHECKED_BYTES = 1 << 26
 #: Maximum number of descriptors that are sent with a message; the limit of Linux is 253.
 MAX_DESCRIPTORS = 128
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 _has_logged_fallback = False
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -54,7 +54,7 @@ class MemoryFile:
         self.fd = fd
         self.spans = spans
         self.num_bytes = os.fstat(fd).st_size
-        self._mapped = self._original = _NOTHING
+        self._mapped = self._original = _EMPTY
 
     @classmethod
     def write(cls, buffers: Sequence[Any]) -> "MemoryFile":
@@ -132,7 +132,7 @@ class MemoryFile:
 
     def close(self) -> None:
         """Closes the descriptor; mapped buffers stay valid. A second call is a no-op."""
-        self._mapped = self._original = _NOTHING
+        self._mapped = self._original = _EMPTY
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -227,8 +227,8 @@ def functions_of(cls: type) -> Iterator[types.FunctionType]:
 
 
 def _restore_class(cls: type, state: tuple[Callable[[type, Any], None], Any, str]) -> None:
-    set_state, of_class, key = state
-    set_state(cls, of_class)
+    set_state, class_state, key = state
+    set_state(cls, class_state)
     _received[cls] = key
 
 

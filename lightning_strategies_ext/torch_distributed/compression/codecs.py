@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_strategies_ext._system.gpu_sync import note_use
+from lightning_strategies_ext._system.gpu_sync import record_use
 
 #: Parameters with fewer elements are sent whole: biases, weights of normalization layers.
 _MIN_SIZE = 1024
@@ -76,7 +76,7 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self._of: dict[Tensor, Tensor] = {}
+        self._by_parameter: dict[Tensor, Tensor] = {}
         self._flats: dict[tuple[int, ...], Tensor] = {}
 
     def flat(self, parameters: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -92,12 +92,14 @@ class Residuals:
             flat = torch.zeros_like(like)
             views = flat.split([parameter.numel() for parameter in parameters])
             for parameter, view in zip(parameters, views, strict=True):
-                if (before := self._of.get(parameter)) is not None:
+                if (before := self._by_parameter.get(parameter)) is not None:
                     view.copy_(before)
-                    note_use(before)
-                self._of[parameter] = view
+                    record_use(before)
+                self._by_parameter[parameter] = view
             moved = set(key)
-            self._flats = {old: kept for old, kept in self._flats.items() if not moved.intersection(old)}
+            self._flats = {
+                old_key: old_flat for old_key, old_flat in self._flats.items() if not moved.intersection(old_key)
+            }
             self._flats[key] = flat
         return flat
 
@@ -111,10 +113,10 @@ class Residuals:
         """
         pieces = flat.split([parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
-            if (own := self._of.pop(parameter, None)) is not None:
+            if (own := self._by_parameter.pop(parameter, None)) is not None:
                 piece.add_(own, alpha=size)
                 own.zero_()
-                note_use(own)
+                record_use(own)
 
     def gather_totals(
         self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
@@ -141,10 +143,10 @@ class Residuals:
         self._own(parameter).copy_(total).div_(size)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        own = self._of.get(parameter)
+        own = self._by_parameter.get(parameter)
         if own is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            own = self._of[parameter] = parameter.new_zeros(parameter.numel(), dtype=dtype)
+            own = self._by_parameter[parameter] = parameter.new_zeros(parameter.numel(), dtype=dtype)
         return own
 
 
@@ -166,19 +168,19 @@ class TopKCodec:
         residual.add_(flat, alpha=scale)
         sizes = [parameter.numel() for parameter in parameters]
         begins = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        places = torch.cat(
+        indices = torch.cat(
             [self._chosen(each).add_(begin) for each, begin in zip(residual.split(sizes), begins, strict=False)]
         )
-        values = residual[places].float()
-        residual[places] -= values.to(residual.dtype)  # zero, except for the additional bits of float64
+        values = residual[indices].float()
+        residual[indices] -= values.to(residual.dtype)  # zero, except for the additional bits of float64
         # Values and indices in one message: an index fits into the four bytes of a value.
-        message = torch.cat([values, places.to(torch.int32).view(torch.float32)])
+        message = torch.cat([values, indices.to(torch.int32).view(torch.float32)])
         messages = message.new_empty(group.size(), len(message))
         dist.all_gather(list(messages), message, group=group)
         flat.zero_()
-        for of_rank in messages:
-            values, places = of_rank.chunk(2)
-            flat.index_add_(0, places.view(torch.int32), values.to(flat.dtype))
+        for rank_message in messages:
+            values, indices = rank_message.chunk(2)
+            flat.index_add_(0, indices.view(torch.int32), values.to(flat.dtype))
         return message.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -203,7 +205,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
         sample = magnitudes[::stride]
         num_above = min(len(sample), max(1, round(_MARGIN * count / size * len(sample))))
         limit = sample.kthvalue(len(sample) - num_above + 1).values
-        places = (magnitudes >= limit).nonzero().view(-1)
-        if len(places) >= count:
-            return places[magnitudes[places].topk(count, sorted=False).indices]
+        indices = (magnitudes >= limit).nonzero().view(-1)
+        if len(indices) >= count:
+            return indices[magnitudes[indices].topk(count, sorted=False).indices]
     return magnitudes.topk(count, sorted=False).indices

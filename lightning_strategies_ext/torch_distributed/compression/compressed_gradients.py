@@ -160,10 +160,10 @@ class CompressedGradients:
         self._host_groups.close()
 
 
-def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:
+def _all_of(pieces: list[Future[Tensor]], tensor: Tensor) -> Tensor:
     for piece in pieces:
         piece.value()  # raises the exception of a piece that failed
-    return whole
+    return tensor
 
 
 class _QueuedWork(NamedTuple):
@@ -225,14 +225,14 @@ class OrderedExecutor:
 
 
 def _run(works: "SimpleQueue[_QueuedWork | None]") -> None:
-    while (given := works.get()) is not None:
-        result: Tensor | Exception = given.tensor
+    while (queued := works.get()) is not None:
+        result: Tensor | Exception = queued.tensor
         try:
-            given.work()
+            queued.work()
         except Exception as error:
             result = error
-        given.future.set_result(result)
-        del given, result  # otherwise they stay alive until the next work
+        queued.future.set_result(result)
+        del queued, result  # otherwise they stay alive until the next work
 
 
 def _value(done: Future[Any]) -> Tensor:

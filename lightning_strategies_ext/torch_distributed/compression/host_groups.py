@@ -68,14 +68,14 @@ class HostGroups(NamedTuple):
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
-        here, intra_groups, inter_groups = dist.get_rank(), [], []
+        own_rank, intra_groups, inter_groups = dist.get_rank(), [], []
         for ranks in ranks_of:  # all ranks create all groups, in the same order
             intra_groups.append(dist.new_group(ranks, timeout, backend))
         with restrict_gloo(is_one_host=False):
             for column in zip(*ranks_of, strict=True):
                 inter_groups.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
-        own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
-        index = ranks_of[own].index(here)
+        own = next(index for index, ranks in enumerate(ranks_of) if own_rank in ranks)
+        index = ranks_of[own].index(own_rank)
         return cls(intra_groups[own], inter_groups[index], ranks_per_host, index, device)
 
     def shares(self, sizes: Sequence[int]) -> list[range]:
@@ -119,10 +119,10 @@ class HostGroups(NamedTuple):
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
         """Sums tensors in place over all ranks, without compression; tensors of one dtype in one exchange."""
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in alike])
+            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in same_dtype])
             self._sum(flat)
-            for tensor, summed in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+            for tensor, summed in zip(same_dtype, flat.split([tensor.numel() for tensor in same_dtype]), strict=True):
                 tensor.copy_(summed.view_as(tensor))
 
     def must_serialize(self, model: DistributedDataParallel) -> bool:

@@ -82,7 +82,7 @@ class LocalSGDExchange:
             return
         self._num_local_steps[index] += 1
         if self._num_local_steps[index] % self._options.period == 0:
-            parameters = list(_trained_by([optimizer]))
+            parameters = list(_trainable_parameters([optimizer]))
             self._average([*parameters, *self._buffers()])
             if self._outer_optimizer is not None:
                 self._outer_optimizer.step(parameters)
@@ -104,7 +104,7 @@ class LocalSGDExchange:
         tensors = {f"module.{name}": each for name, each in self._tensors_to_average(self._model.module).items()}
         for number, average in enumerate(averages):
             tensors |= {f"{number}.{name}": each for name, each in self._tensors_to_average(average).items()}
-        self._average(self._different_ones(tensors))
+        self._average(self._differing_tensors(tensors))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, which is then the same on all ranks. Collective: all ranks call it."""
@@ -140,8 +140,8 @@ class LocalSGDExchange:
         self._model.broadcast_buffers = False  # else DDP broadcasts rank 0's in each forward pass
         if self._outer_optimizer is not None:
             # Parameters of the module may be added to an optimizer later.
-            of_module = [each for each in self._model.module.parameters() if each.requires_grad]
-            self._outer_optimizer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
+            module_parameters = [each for each in self._model.module.parameters() if each.requires_grad]
+            self._outer_optimizer.begin(dict.fromkeys([*_trainable_parameters(self._optimizers), *module_parameters]))
 
     def _tensors_to_average(self, module: Module) -> dict[str, Tensor]:
         ignored, found = self._model.parameters_to_ignore, {}
@@ -152,7 +152,7 @@ class LocalSGDExchange:
                 found[name] = tensor
         return found
 
-    def _different_ones(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def _differing_tensors(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the tensors that all ranks have, but with different values."""
         own = {
             name: (tuple(each.shape), str(each.dtype), hashlib.blake2b(_bytes_of(each), digest_size=16).digest())
@@ -160,12 +160,12 @@ class LocalSGDExchange:
         }
         gathered: list[Any] = [None] * self._world_size
         dist.all_gather_object(gathered, own)
-        of_all = [
+        common_names = [
             name
             for name in gathered[0]
             if all(name in other and other[name][:2] == gathered[0][name][:2] for other in gathered)
         ]
-        return [tensors[name] for name in of_all if any(other[name] != gathered[0][name] for other in gathered)]
+        return [tensors[name] for name in common_names if any(other[name] != gathered[0][name] for other in gathered)]
 
     def _buffers(self) -> list[Tensor]:
         ignored = self._model.parameters_to_ignore
@@ -175,9 +175,9 @@ class LocalSGDExchange:
     def _states_of_optimizers(self) -> list[Tensor]:
         """Returns the optimizer states that all ranks have; an optimizer has no state for a parameter not used yet."""
         own = {
-            (number, place, name, tuple(value.shape)): value
+            (number, index, name, tuple(value.shape)): value
             for number, optimizer in enumerate(self._optimizers)
-            for place, parameter in enumerate(_trained_by([optimizer]))
+            for index, parameter in enumerate(_trainable_parameters([optimizer]))
             for name, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.is_floating_point()
         }
@@ -232,8 +232,8 @@ class _OuterOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]) -> None:
-        for own, kept in ((self._starts, state["starts"]), (self._velocities, state["velocities"])):
-            for name, value in kept.items():
+        for own, saved in ((self._starts, state["starts"]), (self._velocities, state["velocities"])):
+            for name, value in saved.items():
                 if name in parameters:
                     own[parameters[name]] = value.to(parameters[name].device, copy=True)
 
@@ -259,7 +259,7 @@ def check_is_not_sharded(optimizer: Optimizer, argument: str) -> None:
         )
 
 
-def _trained_by(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+def _trainable_parameters(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     """Yields the trainable parameters of optimizers, each once."""
     seen: set[Tensor] = set()
     for optimizer in optimizers:

@@ -59,24 +59,26 @@ class PowerSGDCodec:
         residual = self._residuals.flat(parameters, flat)
         sizes = [parameter.numel() for parameter in parameters]
         pieces = list(zip(parameters, flat.split(sizes), residual.split(sizes), strict=True))
-        whole = [piece for piece in pieces if not self._is_smaller_thin(piece[0])]
-        thin = [piece for piece in pieces if self._is_smaller_thin(piece[0])]
-        shapes = [_shape_of(parameter) for parameter, _, _ in thin]
-        first = _Message([parameter.numel() for parameter, _, _ in whole] + [self._rank * n for n, _ in shapes], flat)
+        uncompressed = [piece for piece in pieces if not self._is_compressible(piece[0])]
+        compressed = [piece for piece in pieces if self._is_compressible(piece[0])]
+        shapes = [_shape_of(parameter) for parameter, _, _ in compressed]
+        first = _Message(
+            [parameter.numel() for parameter, _, _ in uncompressed] + [self._rank * n for n, _ in shapes], flat
+        )
         second = _Message([self._rank * m for _, m in shapes], flat)
-        for part, (_, gradient, residual) in zip(first.parts, whole, strict=False):
+        for part, (_, gradient, residual) in zip(first.parts, uncompressed, strict=False):
             torch.mul(gradient, scale, out=part)
             part.add_(residual)
             residual.zero_()
-        p_factors = first.parts[len(whole) :]
+        p_factors = first.parts[len(uncompressed) :]
         matrices = [
             _Matrix(g.view(n, m), e.view(n, m), self._query(parameter, m), left.view(-1, n), right.view(-1, m))
-            for (parameter, g, e), (n, m), left, right in zip(thin, shapes, p_factors, second.parts, strict=True)
+            for (parameter, g, e), (n, m), left, right in zip(compressed, shapes, p_factors, second.parts, strict=True)
         ]
-        self._sum(matrices, scale, first.whole, second.whole, group)
-        for part, (_, gradient, _) in zip(first.parts, whole, strict=False):
+        self._sum(matrices, scale, first.flat, second.flat, group)
+        for part, (_, gradient, _) in zip(first.parts, uncompressed, strict=False):
             gradient.copy_(part)
-        return first.whole.nbytes + second.whole.nbytes
+        return first.flat.nbytes + second.flat.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """Returns the queries, by name of the parameter."""
@@ -113,7 +115,7 @@ class PowerSGDCodec:
         one_shot.wait()
         one_shot.combine()
 
-    def _is_smaller_thin(self, parameter: Tensor) -> bool:
+    def _is_compressible(self, parameter: Tensor) -> bool:
         n, m = _shape_of(parameter)
         return (n + m) * self._rank < n * m
 
@@ -141,8 +143,8 @@ class _Message:
     """
 
     def __init__(self, sizes: Sequence[int], like: Tensor) -> None:
-        self.whole = like.new_empty(sum(sizes))
-        self.parts = list(self.whole.split(list(sizes))) if sizes else []
+        self.flat = like.new_empty(sum(sizes))
+        self.parts = list(self.flat.split(list(sizes))) if sizes else []
 
 
 def _shape_of(parameter: Tensor) -> tuple[int, int]:

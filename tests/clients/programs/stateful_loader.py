@@ -9,7 +9,7 @@ from tests.clients.programs.common import Classifier, show, sums, trainer
 from tests.support.models import dataset
 
 
-class Notes(Classifier):
+class RecordsBatches(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
@@ -25,9 +25,9 @@ class Notes(Classifier):
         return loss
 
 
-def fit(path: str | None, **kwargs) -> tuple[bool, Notes]:
+def fit(path: str | None, **kwargs) -> tuple[bool, RecordsBatches]:
     pl.seed_everything(1, verbose=False)
-    fitting, model = trainer(max_epochs=2, use_distributed_sampler=False, **kwargs), Notes()
+    fitting, model = trainer(max_epochs=2, use_distributed_sampler=False, **kwargs), RecordsBatches()
     fitting.fit(model, ckpt_path=path)
     return fitting.is_global_zero, model
 

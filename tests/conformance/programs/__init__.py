@@ -83,8 +83,8 @@ def needed(where: str) -> Any:
     Raises:
         unittest.SkipTest: If the object is in none of the locations.
     """
-    for place in where.split():
-        module, _, name = place.partition(":")
+    for target in where.split():
+        module, _, name = target.partition(":")
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):

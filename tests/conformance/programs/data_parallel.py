@@ -24,12 +24,12 @@ class Model(nn.Module):
         super().__init__()
         self.begin = nn.Linear(8, 32)
         self.norm = nn.BatchNorm1d(32)
-        self.sometimes = nn.Linear(32, 32)
+        self.conditional = nn.Linear(32, 32)
         self.end = nn.Linear(32, 4)
 
     def forward(self, batch: Tensor, is_whole: bool = True) -> Tensor:
         batch = self.norm(self.begin(batch))
-        return self.end(self.sometimes(batch) if is_whole else batch)
+        return self.end(self.conditional(batch) if is_whole else batch)
 
 
 @program()
@@ -115,7 +115,7 @@ def joins_with_uneven_inputs() -> Any:
 
 
 @program()
-def joins_with_gradients_divided_by_those_who_take_part() -> Any:
+def joins_with_gradients_divided_by_contributing_ranks() -> Any:
     model = _wrapped()
     with model.join(divide_by_initial_world_size=False):
         for _ in range(2 + 2 * dist.get_rank()):
@@ -124,7 +124,7 @@ def joins_with_gradients_divided_by_those_who_take_part() -> Any:
 
 
 @program()
-def join_says_who_ended_first() -> Any:
+def join_names_the_rank_that_ended_first() -> Any:
     model = _wrapped()
     try:
         with model.join(throw_on_early_termination=True):

@@ -54,8 +54,8 @@ def coalesced() -> Any:
 def uneven_parts() -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     sends = [rank + other for other in range(size)]
-    gets = [other + rank for other in range(size)]
-    return _waited([functional.all_to_all_single(ramp(sum(sends), 2), gets, sends, dist.group.WORLD)])
+    receives = [other + rank for other in range(size)]
+    return _waited([functional.all_to_all_single(ramp(sum(sends), 2), receives, sends, dist.group.WORLD)])
 
 
 @program()

@@ -192,8 +192,8 @@ def complex_bool_and_empty() -> Any:
 @program()
 def sharded_tensors() -> Any:
     sharded, spec_of = (
-        needed(f"torch.distributed._shard.{place}")
-        for place in ("sharded_tensor:rand", "sharding_spec:ChunkShardingSpec")
+        needed(f"torch.distributed._shard.{name}")
+        for name in ("sharded_tensor:rand", "sharding_spec:ChunkShardingSpec")
     )
     spec = spec_of(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     tensor = sharded(spec, 5, 4)
