@@ -347,7 +347,8 @@ class HorovodStrategy(ParallelStrategy):
         context, exchange = self._stage_context, self._stage_context.gradient_exchange
         log, progress = context.exchange_log, context.batch_progress
         if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
-            log.record(progress.ready)
+            assert isinstance(exchange, HorovodGradientExchange)
+            log.record(progress.ready if exchange.has_contributed else -progress.ready)
         if context.uneven_inputs is not None:
             context.uneven_inputs.after_backward()
         elif exchange is not None:
