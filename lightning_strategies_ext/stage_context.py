@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -206,7 +206,13 @@ class StageContext:
             return StopAgreement
         if self.failure_monitor is not None and self._name is None:
             return self.failure_monitor.start_stop_agreement
-        return partial(StoreAgreement, self.store, self.rank, self.size)
+        store, numbers = self.store, count()
+
+        def create(*, is_requested: bool) -> StopAgreement:
+            part = PrefixStore(f"lightning_strategies_ext/agreement/{next(numbers)}", store)
+            return StoreAgreement(part, self.rank, self.size, is_requested=is_requested)
+
+        return create
 
     def handle_stage_exits(self, *, is_job: bool) -> None:
         """Aborts collectives in which this rank waits for a rank that has finished the stage. Collective.

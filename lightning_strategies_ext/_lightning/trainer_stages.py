@@ -255,6 +255,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     """
     fit_loop = trainer.fit_loop
     return {
+        "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "max_epochs": fit_loop.max_epochs,

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
-from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_checks, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import share_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
@@ -127,6 +127,7 @@ class HorovodStrategy(ParallelStrategy):
         check_mode(uneven_inputs)
         if joins := uneven_inputs == "join":
             self._options.check_can_join()
+        check_checks(checks, is_elastic=self._is_elastic)  # first, because elastic training sets `uneven_inputs`
         check_can_skip(checks, self._options.unequal_argument, "uneven_inputs='join'" if joins else None)
         runtime.check_installed()
         plugins = environment.environment_of_launcher(), checkpoint_io, precision_plugin
@@ -347,7 +348,8 @@ class HorovodStrategy(ParallelStrategy):
         context, exchange = self._stage_context, self._stage_context.gradient_exchange
         log, progress = context.exchange_log, context.batch_progress
         if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
-            log.record(progress.ready)
+            assert isinstance(exchange, HorovodGradientExchange)
+            log.record(progress.ready if exchange.has_contributed else -progress.ready)
         if context.uneven_inputs is not None:
             context.uneven_inputs.after_backward()
         elif exchange is not None:
