@@ -16,8 +16,8 @@ from types import TracebackType
 
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext._system import flight_recorder
 from lightning_strategies_ext._system.call_sites import user_code_frames
-from lightning_strategies_ext._system.flight_recorder import recorded_collectives
 from lightning_strategies_ext.failure.rank_status import Failure
 
 #: Directory of the files, below the working directory or the Trainer's root directory.
@@ -104,7 +104,8 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
     """Appends a text to this rank's file of the failure report, or to the main process's if ``rank`` is None.
 
     The ranks share a directory below `failures` in ``directory``, which the time and the job of the failure name. If
-    torch records collectives, the text is followed by the last ones of this process.
+    torch records collectives, the text is followed by the last ones of this process. If it records those over ``shm``,
+    a second file has them in the form that torch's trace analyzer reads.
 
     Returns:
         Path of the file; None if it cannot be written, or if a directory or link in its path belongs to another user.
@@ -118,9 +119,12 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
                 return None
         with open(path, "a", opener=_open_own_file) as file:
             file.write(text.rstrip() + "\n")
-            if collectives := recorded_collectives():
+            if collectives := flight_recorder.recorded_collectives():
                 file.write("Last collectives of this process, from torch's flight recorder:\n")
                 file.writelines(f"  {each}\n" for each in collectives)
+        if rank is not None and (trace := flight_recorder.trace()):
+            with open(path.with_name(f"collectives-{rank}"), "wb", opener=_open_own_file) as traced:
+                traced.write(trace)
     except OSError:
         return None
     return path
