@@ -43,14 +43,21 @@ class Layers(pl.LightningModule):
         loss: Tensor = self.net(batch[1]).square().mean()
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """Records the step."""
-        assert self.step_log is not None
-        self.step_log.step(self.trainer.global_step, self.global_rank, self.trainer.world_size, batch[0])
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns Adam, whose state has twice the size of the parameters."""
         return torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
+
+
+class StepRecorder(pl.Callback):
+    """Records steps. The time of a step ends before a ModelCheckpoint, the last callback, writes a file."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Records the step."""
+        assert isinstance(pl_module, Layers)
+        assert pl_module.step_log is not None
+        pl_module.step_log.step(trainer.global_step, trainer.global_rank, trainer.world_size, batch[0])
 
 
 class TimedStock(StockStrategy):
@@ -114,7 +121,7 @@ def main() -> None:
         max_epochs=1,
         logger=False,
         enable_checkpointing=is_stock,
-        callbacks=[saving] if is_stock else [],
+        callbacks=[StepRecorder(), saving] if is_stock else [StepRecorder()],
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=job.directory,

@@ -146,6 +146,20 @@ class CoordinatedStop:
         """Records that this rank starts an evaluation step; returns True if it has to stop instead."""
         return self._agreement is not None and self._agreement.must_stop_before_evaluation_step()
 
+    def must_end(self, any_rank: Callable[[bool], bool]) -> bool:
+        """Returns whether a decision, before whose step ranks are, ends more than a training that stops early.
+
+        Collective: all ranks call it, after :meth:`has_decision_before_train_step` or the method for evaluation steps.
+
+        Args:
+            any_rank: Collective that returns whether the argument is True on any rank.
+        """
+        assert self._agreement is not None
+        if not self._may_continue or not self._agreement.has_common_step:
+            return True
+        self.resolve(any_rank)
+        return self._is_agreed
+
     def apply(self, any_rank: Callable[[bool], bool]) -> None:
         """Ends the stage; after a request to requeue only, sets :attr:`must_requeue` and continues. Collective.
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -25,6 +25,7 @@ from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
+from lightning_strategies_ext.failure.lone_calls import advise_on_timeout
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
@@ -97,6 +98,8 @@ class StageContext:
         evaluation: Callbacks that restore the Trainer's loops when the rank leaves the stage.
         agreement: Callbacks that restore callbacks and loops, which decide like those of other ranks in ``fit``.
         coordinated_stop: This rank's part in stopping all ranks before the same step.
+        compare_gradients: Function that compares the batch of a backward pass with those of the other ranks, if ranks
+            compare their collectives; else None.
         exchange_log: Batches of the gradient exchanges, if ranks compare them after the exchange; else None.
         reached_parameters: A parameter, if the current backward pass has reached it; None if every pass exchanges.
         batch_progress: Object whose ``ready`` is the number of batches that the training epoch has begun; None if the
@@ -128,6 +131,7 @@ class StageContext:
         self.evaluation: ExitStack | None = None
         self.agreement: ExitStack | None = None
         self.batch_progress: BatchProgress | None = None
+        self.compare_gradients: Callable[[], None] | None = None
         self.exchange_log: ExchangeLog | None = None
         self.reached_parameters: deque[Tensor] | None = None
         self.coordinated_stop: CoordinatedStop = CoordinatedStop(
@@ -146,19 +150,6 @@ class StageContext:
         if self._collectives is None:
             self._collectives = self._create_collectives()
         return self._collectives
-
-    def gatherer(self, collectives: Collectives) -> Collectives | ShadowedSteps:
-        """Returns the object that gathers tensors: the given collectives, or the current steps if they handle it."""
-        steps = self.shadowed_steps
-        if steps is None or not steps.handles_all_gather or self.local_collectives is not None:
-            return collectives
-        return steps
-
-    def compare_gradients(self) -> None:
-        """Compares the batch of a backward pass with those of the other ranks, if ranks compare their collectives."""
-        compare = self.collectives.compare
-        if compare is not None and self.batch_progress is not None:
-            compare(f"exchange of the gradients of batch {self.batch_progress.ready - 1}")
 
     # --- entering ---
 
@@ -215,7 +206,13 @@ class StageContext:
             return StopAgreement
         if self.failure_monitor is not None and self._name is None:
             return self.failure_monitor.start_stop_agreement
-        return partial(StoreAgreement, self.store, self.rank, self.size)
+        store, numbers = self.store, count()
+
+        def create(*, is_requested: bool) -> StopAgreement:
+            part = PrefixStore(f"lightning_strategies_ext/agreement/{next(numbers)}", store)
+            return StoreAgreement(part, self.rank, self.size, is_requested=is_requested)
+
+        return create
 
     def handle_stage_exits(self, *, is_job: bool) -> None:
         """Aborts collectives in which this rank waits for a rank that has finished the stage. Collective.
@@ -300,6 +297,7 @@ class StageContext:
                 error = RankFailedError(failure_report.full_report(failure), failure.kind == "hang")
                 self.failure_monitor.was_raised = True
         if error is None:
+            advise_on_timeout(exception)
             return exception
         error.__cause__ = exception
         return error

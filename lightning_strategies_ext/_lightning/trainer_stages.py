@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, Stoc
 from lightning.pytorch.loops.loop import _Loop
 
 # Exception by which learning rate and batch size finders end a trial on all ranks, which then continue (2.5 to 2.6).
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 
@@ -20,7 +21,11 @@ _UNSAVED = {
     "WeightAveraging": ("_latest_update_epoch",),
 }
 
+#: Exceptions that end the stage on all ranks and are not failures.
+STOPS = (SIGTERMException, TunerExitException)
+
 __all__ = [
+    "STOPS",
     "TunerExitException",
     "apply_settings",
     "batch_progress_of",
@@ -250,6 +255,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     """
     fit_loop = trainer.fit_loop
     return {
+        "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "max_epochs": fit_loop.max_epochs,

@@ -32,19 +32,10 @@ MAX_GATHERED_RANKS = 64
 _MAX_LAYOUTS: Final = 256
 _DTYPE_AND_SHAPE: Final = attrgetter("dtype", "shape")
 
-
-class Part(NamedTuple):
-    """A value that this rank passes to an exchange.
-
-    Attributes:
-        key: Name, equal on all ranks; unique among the values of an exchange.
-        op: Reduction: "sum", "min", "max", or "mean" (floating point only).
-        value: Tensor on the CPU without a graph, not modified.
-    """
-
-    key: str
-    op: str
-    value: Tensor
+#: Values that this rank passes to an exchange: their names, their reductions, and the tensors. A name is equal on all
+#: ranks, and unique among the values of the exchange. A reduction is "sum", "min", "max", or "mean" (floating point
+#: only). A tensor is on the CPU, has no graph, and is not modified.
+Parts = tuple[tuple[str, ...], tuple[str, ...], Sequence[Tensor]]
 
 
 class Contribution(NamedTuple):
@@ -98,7 +89,7 @@ class PackedExchange:
         self,
         collectives: Collectives,
         kind: str,
-        parts: Iterable[Part | tuple[str, str, Tensor]],
+        parts: Parts,
         describe: Callable[[], Any],
         *,
         is_final: bool = True,
@@ -120,20 +111,7 @@ class PackedExchange:
             DifferentPartsError: If values do not fit into one message, or there are more than
                 :data:`MAX_GATHERED_RANKS` ranks, and the ranks have different values.
         """
-        return self.start_values(collectives, kind, *_transposed(parts), describe, is_final=is_final)
-
-    def start_values(
-        self,
-        collectives: Collectives,
-        kind: str,
-        keys: tuple[str, ...],
-        ops: tuple[str, ...],
-        values: Sequence[Tensor],
-        describe: Callable[[], Any],
-        *,
-        is_final: bool = True,
-    ) -> Callable[[], list[Tensor]]:
-        """Does the same as :meth:`start`, for the keys, reductions, and values of the parts."""
+        _, _, values = parts
         if collectives is not self._collectives:
             self._collectives = collectives
             self._rank = None if collectives.is_local else collectives.rank()
@@ -142,7 +120,7 @@ class PackedExchange:
         if rank is None or size == 1:
             copies = [value.clone() for value in values]
             return lambda: copies
-        layout = self._layout_of(kind, keys, ops, values)
+        layout = self._layout_of(kind, parts)
         flag = FINAL if is_final else PARTIAL
         if size > MAX_GATHERED_RANKS:
             return self._start_all_reduces(collectives, layout, values, describe, flag)
@@ -186,7 +164,7 @@ class PackedExchange:
         return rows[:, HEADER_NUM_BYTES:], rows[:, :HEADER_NUM_BYTES].view(torch.int64).mT.tolist()
 
     def run_with_absent(
-        self, collectives: Collectives, kind: str, parts: Sequence[Part] | None, describe: Callable[[], Any]
+        self, collectives: Collectives, kind: str, parts: Parts | None, describe: Callable[[], Any]
     ) -> tuple[Any, list[Tensor]] | None:
         """Reduces the values of some ranks; other ranks have none, and receive the results.
 
@@ -203,8 +181,8 @@ class PackedExchange:
         Raises:
             DifferentPartsError: If ranks that are not absent have different values.
         """
-        keys, ops, values = _transposed(parts or ())
-        layout = self._layout_of(kind, keys, ops, values)
+        keys, ops, values = parts or parts_of(())
+        layout = self._layout_of(kind, (keys, ops, values))
         message, rest = layout.pack(values, ABSENT if parts is None else FINAL)
         rows, header = self._gather(collectives, message)
         digests, sizes, flags, _ = header
@@ -213,12 +191,15 @@ class PackedExchange:
             return None
         if any(digests[rank] != digests[present[0]] for rank in present):
             self._raise_difference(collectives, digests, flags, describe)
-        signature = [(part.key, part.op, part.value.dtype, tuple(part.value.shape)) for part in parts or ()]
+        signature = [
+            (key, op, value.dtype, tuple(value.shape)) for key, op, value in zip(keys, ops, values, strict=True)
+        ]
         signature, description = collectives.broadcast((signature, describe()), present[0])
         if parts is None:
-            parts = [Part(key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature]
-            keys, ops, values = _transposed(parts)
-            layout = self._layout_of(kind, keys, ops, values)
+            keys, ops, values = parts_of(
+                (key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature
+            )
+            layout = self._layout_of(kind, (keys, ops, values))
             _, rest = layout.pack(values)
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
@@ -235,10 +216,9 @@ class PackedExchange:
 
         return finish_both
 
-    def _layout_of(
-        self, kind: str, keys: tuple[str, ...], ops: tuple[str, ...], values: Sequence[Tensor]
-    ) -> PackedLayout:
+    def _layout_of(self, kind: str, parts: Parts) -> PackedLayout:
         # Built without a Python call per value: this is most of the time of an exchange over shared memory.
+        keys, ops, values = parts
         signature = kind, keys, ops, tuple(map(_DTYPE_AND_SHAPE, values))
         layout = self._layouts.get(signature)
         if layout is None:
@@ -294,7 +274,7 @@ class PackedExchange:
         raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
 
 
-def _transposed(
-    parts: Iterable[Part | tuple[str, str, Tensor]],
-) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Tensor, ...]]:
-    return tuple(zip(*parts, strict=True)) or ((), (), ())  # type: ignore[return-value]
+def parts_of(rows: Iterable[tuple[str, str, Tensor]]) -> Parts:
+    """Returns the parts of an exchange from the name, the reduction, and the tensor of each value."""
+    names, ops, values = tuple(zip(*rows, strict=True)) or ((), (), ())
+    return names, ops, values

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_strategies_ext._lightning import trainer_logging, user_modules
+from lightning_strategies_ext._lightning import logging_state, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
 #: Operation for each of torchmetrics' reductions. Totals omit states with other reductions: lists, means, functions.
@@ -65,7 +65,7 @@ class EpochTotals:
             return None
         sums = _reduce([part for part in parts if part.op == "sum"], "sum", device, collectives)
         others = _reduce([part for part in parts if part.op != "sum"], "max", device, collectives)
-        return cls([*sums, *others], trainer_logging.logging_position(trainer))
+        return cls([*sums, *others], logging_state.logging_position(trainer))
 
     def restore(self, trainer: "pl.Trainer", rank: int) -> None:
         """Restores sums on rank 0 only, with zeros on the other ranks, and maxima and minima on all ranks."""
@@ -79,12 +79,12 @@ class EpochTotals:
             else:
                 metric = modules[part.module]
                 setattr(metric, state, value.to(getattr(metric, state).device))
-        trainer_logging.add_logged_sums(trainer, (self.position, logged))
+        logging_state.add_logged_sums(trainer, (self.position, logged))
 
 
 def _parts_of(trainer: "pl.Trainer") -> Iterator[MetricPart]:
-    _, logged = trainer_logging.logged_sums(trainer)
-    for key, op in sorted(trainer_logging.logged_reductions(trainer).items()):
+    _, logged = logging_state.logged_sums(trainer)
+    for key, op in sorted(logging_state.logged_reductions(trainer).items()):
         for state, value in sorted(logged.get(key, {}).items()):
             yield MetricPart(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():

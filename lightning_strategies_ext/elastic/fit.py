@@ -330,11 +330,12 @@ class ElasticFit:
 
     # --- between two steps ---
 
-    def before_train_step(self, context: StageContext) -> None:
+    def before_train_step(self, context: StageContext, any_rank: Callable[[bool], bool]) -> None:
         """Commits if a commit is due, and leaves the world if the ranks have agreed to.
 
         Args:
             context: Stage context of the current world.
+            any_rank: Collective that returns whether the argument is True on any rank.
         """
         trainer = self._trainer
         if self._is_in_trial:
@@ -348,7 +349,8 @@ class ElasticFit:
             return  # commits contain no partly accumulated gradients
         if self._leave_request.is_set or self._listener.has_changed:
             context.coordinated_stop.request()
-        must_leave = context.coordinated_stop.has_decision_before_train_step()
+        stop = context.coordinated_stop
+        must_leave = stop.has_decision_before_train_step() and stop.must_end(any_rank)
         if must_leave or self._is_commit_due():
             self._commit.capture(trainer, self._first_world_size, self._strategy.collectives)
         if must_leave:
@@ -359,7 +361,7 @@ class ElasticFit:
             self._commit.shared is None or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
         )
 
-    def before_evaluation_step(self, context: StageContext) -> None:
+    def before_evaluation_step(self, context: StageContext, any_rank: Callable[[bool], bool]) -> None:
         """Leaves the job during a long validation, if this rank has to.
 
         The ranks agree on the step before which this rank leaves. The other ranks then continue, detect the loss of
@@ -367,11 +369,12 @@ class ElasticFit:
 
         Args:
             context: Stage context of the current world.
+            any_rank: Collective that returns whether the argument is True on any rank.
         """
-        must_leave = self._leave_request.is_older_than(VALIDATION_GRACE_S)
+        must_leave, stop = self._leave_request.is_older_than(VALIDATION_GRACE_S), context.coordinated_stop
         if must_leave:
-            context.coordinated_stop.request()
-        if context.coordinated_stop.has_decision_before_evaluation_step() and must_leave:
+            stop.request()
+        if stop.has_decision_before_evaluation_step() and stop.must_end(any_rank) and must_leave:
             self._strategy.leave_world(is_coordinated=False)
             self._transition.leave_job()
 

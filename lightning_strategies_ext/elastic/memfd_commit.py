@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_strategies_ext._lightning import trainer_logging
+from lightning_strategies_ext._lightning import logging_state
 from lightning_strategies_ext._system.gpu_sync import copy_to_host
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
@@ -213,14 +213,14 @@ class MemfdCommit(Commit):
     def _copy_local_state(self, trainer: "pl.Trainer") -> Any:
         modules = trainer.lightning_module.named_modules()
         metrics = {name: dict(module.metric_state) for name, module in modules if isinstance(module, Metric)}
-        return metrics, trainer_logging.logged_sums(trainer)
+        return metrics, logging_state.logged_sums(trainer)
 
     def _restore_local_state(self, trainer: "pl.Trainer", local_state: Any) -> None:
         metrics, sums = local_state
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
                 setattr(module, state, list(value) if isinstance(value, list) else value.clone())
-        trainer_logging.set_logged_sums(trainer, sums)
+        logging_state.set_logged_sums(trainer, sums)
 
     def record_step(self, step: int) -> None:
         """Records the number of optimizer steps done, which a restarted process reads."""

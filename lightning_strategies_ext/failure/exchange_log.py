@@ -3,7 +3,8 @@
 The training thread records the number of each batch whose gradients it has exchanged. The failure monitor publishes a
 summary in the rank's status: how many exchanges, a digest of their batches, and the last batches in a short form. A
 rank that has made as many exchanges as another rank, or more, compares the digest with its own for that number. A
-skipped backward pass is therefore detected soon after it, not prevented.
+skipped backward pass is therefore detected soon after it, not prevented. The number of a batch is negative if the rank
+has exchanged zeros, because the backward pass has reached no parameter.
 """
 
 import threading
@@ -46,7 +47,7 @@ class ExchangeLog:
     """Gradient exchanges of this rank in one stage.
 
     Attributes:
-        record: Records the number of a batch, counted from 1, after its gradients were exchanged.
+        record: Records the number of a batch, counted from 1, after its gradients were exchanged; negative for zeros.
     """
 
     def __init__(self) -> None:
@@ -104,10 +105,17 @@ def describe_difference(rank: int, other_rank: int, difference: tuple[int, int, 
     index, own, theirs = difference
     texts = {rank: own, other_rank: theirs}
     (first, first_batch), (second, second_batch) = sorted(texts.items())
+    of_first, of_second = _describe(first_batch), _describe(second_batch)
+    if first_batch >= 0 and second_batch >= 0:
+        of_second = f"of batch {second_batch}"
     difference_text = (
-        f"in gradient exchange {index}, rank {first} exchanged gradients of batch {first_batch}, and rank {second} of"
-        f" batch {second_batch}"
-        if own >= 0
+        f"in gradient exchange {index}, rank {first} exchanged {of_first}, and rank {second} {of_second}"
+        if -1 not in (own, theirs)
         else f"rank {first} and rank {second} exchanged gradients of different batches"
     )
     return f"{difference_text}. {ADVICE}"
+
+
+def _describe(batch: int) -> str:
+    """Returns what a rank has exchanged, by the number of a batch in a difference: counted from 0, or below -1."""
+    return f"gradients of batch {batch}" if batch >= 0 else f"zeros, because batch {-batch - 2} has no gradients there"

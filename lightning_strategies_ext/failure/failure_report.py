@@ -16,8 +16,8 @@ from types import TracebackType
 
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext._system import flight_recorder
 from lightning_strategies_ext._system.call_sites import user_code_frames
-from lightning_strategies_ext._system.flight_recorder import recorded_collectives
 from lightning_strategies_ext.failure.rank_status import Failure
 
 #: Directory of the files, below the working directory or the Trainer's root directory.
@@ -35,6 +35,7 @@ _COLLECTIVE_ERROR_PATTERN = re.compile(
 )
 _ADVICE = "_lightning_strategies_ext_advice"
 _PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
+_TIMEOUT_PATTERN = re.compile("[Tt]imed out|timeout")
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -103,7 +104,8 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
     """Appends a text to this rank's file of the failure report, or to the main process's if ``rank`` is None.
 
     The ranks share a directory below `failures` in ``directory``, which the time and the job of the failure name. If
-    torch records collectives, the text is followed by the last ones of this process.
+    torch records collectives, the text is followed by the last ones of this process. If it records those over ``shm``,
+    a second file has them in the form that torch's trace analyzer reads.
 
     Returns:
         Path of the file; None if it cannot be written, or if a directory or link in its path belongs to another user.
@@ -117,9 +119,12 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
                 return None
         with open(path, "a", opener=_open_own_file) as file:
             file.write(text.rstrip() + "\n")
-            if collectives := recorded_collectives():
+            if collectives := flight_recorder.recorded_collectives():
                 file.write("Last collectives of this process, from torch's flight recorder:\n")
                 file.writelines(f"  {each}\n" for each in collectives)
+        if rank is not None and (trace := flight_recorder.trace()):
+            with open(path.with_name(f"collectives-{rank}"), "wb", opener=_open_own_file) as traced:
+                traced.write(trace)
     except OSError:
         return None
     return path
@@ -222,6 +227,11 @@ def is_collective_error(exception: BaseException) -> bool:
         return False
     is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
     return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(_message(exception)) is not None
+
+
+def is_timeout(exception: BaseException) -> bool:
+    """Returns whether a collective's exception says that its timeout has passed."""
+    return _TIMEOUT_PATTERN.search(_message(exception)) is not None
 
 
 def is_peer_loss(exception: BaseException) -> bool:

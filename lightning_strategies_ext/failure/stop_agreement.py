@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 from typing_extensions import override
 
 from lightning_strategies_ext.failure.rank_status import AgreementId, StepIndex, StopDecision, StopVote
@@ -226,11 +226,18 @@ def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision 
 
 
 class StoreAgreement(StopAgreement):
-    """A stop agreement that sends votes over a store, which is for its ranks alone, from a thread of its own."""
+    """A stop agreement that sends votes over a store from a thread of its own.
+
+    Args:
+        store: Store, or part of a store, that only the ranks of this agreement use, and only for it.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        is_requested: Whether the ranks know before the first step that they have to stop; the same on all ranks.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, is_requested: bool = False) -> None:
         super().__init__(is_requested=is_requested, notify=lambda: None)
-        self._store = PrefixStore("lightning_strategies_ext/stop_agreement", store)
+        self._store = store
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)

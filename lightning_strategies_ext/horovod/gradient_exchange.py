@@ -87,6 +87,9 @@ class HorovodGradientExchange:
         self.broadcast_buffers: Callable[[int | None], None] | None = None
         #: Whether a backward pass of the strategy runs. Gradients of other passes stay local, as under DDP.
         self.is_in_backward = False
+        #: Whether the backward pass has exchanged gradients, or this rank is known to contribute none. Otherwise
+        #: :meth:`finish` exchanges zeros, so that no rank waits for this rank.
+        self.has_contributed = False
         self._loss_hook: RemovableHandle | None = None
         self._is_queued = False  # whether autograd will call `_end_pass` at the end of the pass
         self._num_finished = 0  # passes with an exchange, within one backward pass of the strategy
@@ -125,6 +128,7 @@ class HorovodGradientExchange:
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
         self._saved_gradients = {}
+        self.has_contributed = True
         # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
         if self.is_held_back or self._has_own:
             self._saved_gradients = {
@@ -149,6 +153,7 @@ class HorovodGradientExchange:
                     " backward pass."
                 )
             exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
+            exchange.has_contributed = exchange._saved_gradients is not None
             does_exchange = does_exchange or not exchange.is_held_back
         if does_exchange and loss.requires_grad:
             # Queue in the pass of the loss itself, not in a nested pass of a reentrant checkpoint.
@@ -196,7 +201,7 @@ class HorovodGradientExchange:
         if self.is_held_back or not self._process_set.included():
             return
         self._num_finished += 1
-        self._has_own = False
+        self.has_contributed, self._has_own = True, False
         ready_at_ns = 0 if self.observer is None else time.time_ns()
         zeros: dict[Parameter, Tensor] = {}
         for parameter in self._names:

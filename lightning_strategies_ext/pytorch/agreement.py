@@ -42,12 +42,12 @@ def start_agreement(
     """
     context.end_agreement()
     if context.size > 1 and checks.check_collectives:
-        compare_collectives(context.collectives)
+        compare_collectives(context)
     if trainer.state.fn != TrainerFn.FITTING:
         return
     stack = context.agreement = ExitStack()
     if argument_on_losses(checks) is not None:
-        stack.callback(StepLosses(trainer, context, collectives, device, checks).install())
+        stack.callback(StepLosses(trainer, context, collectives, device, checks).close)
     if context.size == 1:
         return
     for undo in trainer_decisions.share_monitored_values(trainer, MonitoredValues(collectives, device).share):

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_strategies_ext import arguments
-from lightning_strategies_ext.checks import ChecksOptions, check_can_skip
+from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_checks
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
 from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
 from lightning_strategies_ext.torch_distributed.compression.config import (
@@ -76,8 +76,9 @@ def resolve_exchange(
     others = {"ddp_comm_hook": hook[1], "compression": compression, "uneven_inputs": uneven_inputs}
     tunes_buckets = take_auto(ddp_kwargs, **others)
     options = GradientSyncOptions(*hook, resolve_compression(compression))
-    if is_elastic:  # first, because the next check would recommend a mode that this one rejects
+    if is_elastic:  # first, because the next checks would recommend or name a mode that elastic training sets
         check_elastic_compatible(uneven_inputs, options.model_averaging_argument)
+        check_checks(checks, is_elastic=True)
     options.check_compatible(ddp_kwargs, joins_uneven_inputs=uneven_inputs == "join")
     given = {name: ddp_kwargs.get(name) for name in ("static_graph", "process_group", "device_mesh")}
     given |= {"ddp_comm_hook": options.comm_hook, "uneven_inputs": uneven_inputs if uneven_inputs == "join" else None}

@@ -14,13 +14,15 @@ from lightning_strategies_ext._system.call_sites import call_site_of_process
 from lightning_strategies_ext.collectives.base import Collectives
 from lightning_strategies_ext.exceptions import RankDisagreementError
 from lightning_strategies_ext.failure.rank_status import format_ranks
+from lightning_strategies_ext.stage_context import StageContext
 
 #: Number of bytes of each part of a message: a description, and then a call site.
 _PART_NUM_BYTES: Final = 512
 
 
-def compare_collectives(collectives: Collectives) -> None:
-    """Makes all ranks compare each of these collectives before it starts."""
+def compare_collectives(context: StageContext) -> None:
+    """Makes all ranks compare each collective of a stage, and each exchange of gradients, before it starts."""
+    collectives = context.collectives
 
     def compare(operation: str, tensor: Tensor | None = None) -> None:
         what = operation if tensor is None else f"{operation} of {_describe(tensor)}"
@@ -30,7 +32,12 @@ def compare_collectives(collectives: Collectives) -> None:
         finally:
             collectives.compare = compare
 
-    collectives.compare = compare
+    def compare_gradients() -> None:
+        progress = context.batch_progress
+        if progress is not None and context.local_collectives is None:  # they are local after a failure
+            compare(f"exchange of the gradients of batch {progress.ready - 1}")
+
+    collectives.compare, context.compare_gradients = compare, compare_gradients
 
 
 def _compare(collectives: Collectives, what: str) -> None:

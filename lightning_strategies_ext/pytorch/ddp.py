@@ -308,7 +308,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if (progress := self._stage_context.batch_progress) is not None:
             exchanges = getattr(self.model, "require_backward_grad_sync", False)
             current.identity = GRADIENTS + progress.ready * BATCH if exchanges else 0
-            if exchanges and self._checks.check_collectives:
+            if exchanges and self._stage_context.compare_gradients is not None:
                 self._stage_context.compare_gradients()
         for before_backward in self._features.before_backward:
             before_backward(closure_loss)

@@ -43,8 +43,8 @@ class EarlyStop:
 
     @classmethod
     def create(cls, trainer: "pl.Trainer", context: StageContext, any_rank: Callable[[bool], bool]) -> Self | None:
-        """Returns the object; None outside of ``fit``, for one rank, and in elastic training."""
-        is_used = trainer.state.fn == TrainerFn.FITTING and context.size > 1 and context.failure_monitor is not None
+        """Returns the object; None outside of ``fit``, and for a rank without peers."""
+        is_used = trainer.state.fn == TrainerFn.FITTING and context.size > 1 and context.store is not None
         return cls(trainer, context, any_rank) if is_used else None
 
     def at_point(self) -> None:

@@ -174,13 +174,17 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     @override
     def _before_train_step(self) -> None:
-        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._stage_context)
+        if self._fit is None:
+            super()._before_train_step()
+        else:
+            self._fit.before_train_step(self._stage_context, self._decide_any)
 
     @override
     def _before_evaluation_step(self) -> None:
-        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(
-            self._stage_context
-        )
+        if self._fit is None:
+            super()._before_evaluation_step()
+        else:
+            self._fit.before_evaluation_step(self._stage_context, self._decide_any)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext._lightning import launching, strategy_parts, user_modules
-from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_checks, check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.model_check import share_model
 from lightning_strategies_ext.elastic.arguments import check_is_not_elastic
@@ -127,13 +127,15 @@ class HorovodStrategy(ParallelStrategy):
         check_mode(uneven_inputs)
         if joins := uneven_inputs == "join":
             self._options.check_can_join()
+        check_checks(checks, is_elastic=self._is_elastic)  # first, because elastic training sets `uneven_inputs`
         check_can_skip(checks, self._options.unequal_argument, "uneven_inputs='join'" if joins else None)
         runtime.check_installed()
         plugins = environment.environment_of_launcher(), checkpoint_io, precision_plugin
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks, exact_evaluation)
         self.cheaper_compressions = ("fp16",) if compression == "none" else ()
         self._scale_learning_rate, self._uneven_inputs = scale_learning_rate, uneven_inputs
-        self._has_equal_models, self._has_work_before_step = process_set is None, broadcast_buffers
+        self._has_equal_models = process_set is None
+        self._before_forward_of_step = self._share_buffers_of_step if broadcast_buffers else None
         self._are_buffers_stale = True
         self._deltas: AdasumExchange | None = None
         self._undo = ExitStack()  # what the stage has replaced: metrics and batch normalization
@@ -286,7 +288,7 @@ class HorovodStrategy(ParallelStrategy):
             self._deltas = AdasumExchange(self.lightning_module, self._options)
         else:
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
-            exchange.broadcast_buffers = self._broadcast_buffers if self._has_work_before_step else None
+            exchange.broadcast_buffers = self._broadcast_buffers if self._before_forward_of_step is not None else None
             self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
         start_uneven_inputs = self._stage_context.start_uneven_inputs
         self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
@@ -299,8 +301,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- step ---
 
-    @override
-    def _before_forward_of_step(self) -> None:
+    def _share_buffers_of_step(self) -> None:
         exchange = self._stage_context.gradient_exchange
         # As in DDP, not within an accumulation window.
         if self._are_buffers_stale:
@@ -335,7 +336,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, HorovodGradientExchange)
-            if self._checks.check_collectives and not exchange.is_held_back:
+            if self._stage_context.compare_gradients is not None and not exchange.is_held_back:
                 self._stage_context.compare_gradients()
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
@@ -347,7 +348,8 @@ class HorovodStrategy(ParallelStrategy):
         context, exchange = self._stage_context, self._stage_context.gradient_exchange
         log, progress = context.exchange_log, context.batch_progress
         if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
-            log.record(progress.ready)
+            assert isinstance(exchange, HorovodGradientExchange)
+            log.record(progress.ready if exchange.has_contributed else -progress.ready)
         if context.uneven_inputs is not None:
             context.uneven_inputs.after_backward()
         elif exchange is not None:

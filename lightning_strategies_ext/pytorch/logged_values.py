@@ -28,7 +28,8 @@ from lightning_strategies_ext.collectives.packed_exchange import (
     Contribution,
     DifferentPartsError,
     PackedExchange,
-    Part,
+    Parts,
+    parts_of,
 )
 from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
@@ -86,7 +87,7 @@ class LoggedValues:
             self.finish()
         parts = keys, tuple(map(_OP, metrics)), step_values(metrics)
         try:
-            self._finish = self._exchange.start_values(self._collectives(), "step", *parts, lambda: _describe(metrics))
+            self._finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
         self._metrics, self.is_in_flight = metrics, True
@@ -173,7 +174,7 @@ class LoggedValues:
         values = [*{id(metric.value): metric.value for metric in metrics}.values()]
         own = [metric_states.list_states(value) for value in values]
         data = metric_states.to_bytes(own)
-        parts = [Part(_key_of(metric), "max", torch.tensor(len(data))) for metric in metrics]
+        parts = parts_of((_key_of(metric), "max", torch.tensor(len(data))) for metric in metrics)
         finish = self._exchange.start(collectives, "metrics", parts, lambda: _describe(metrics), is_final=is_final)
         max_num_bytes = int(finish()[0])
         gathered = metric_states.gather_bytes(collectives, data, max_num_bytes)
@@ -289,21 +290,21 @@ def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
     ]
 
 
-def _epoch_parts(metrics: Sequence[LoggedMetric]) -> list[Part]:
+def _epoch_parts(metrics: Sequence[LoggedMetric]) -> Parts:
     """Returns the values of an epoch; a mean has two: the sum over samples and their number.
 
     A metric of torchmetrics has no value here, only its key.
     """
-    parts = []
+    rows = []
     for metric in metrics:
         key = _key_of(metric)
         if not metric.is_tensor:
-            parts.append(Part(key, "max", torch.zeros(1)))
+            rows.append((key, "max", torch.zeros(1)))
             continue
-        parts.append(Part(key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
+        rows.append((key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
         if metric.is_mean:
-            parts.append(Part(f"{key} samples", "sum", metric.num_samples))
-    return parts
+            rows.append((f"{key} samples", "sum", metric.num_samples))
+    return parts_of(rows)
 
 
 def _epoch_values(description: _Description, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -47,7 +47,11 @@ def is_gathered(metric: Metric) -> bool:
 
 
 def list_states(metric: Metric) -> list[Tensor]:
-    """Returns the tensors that a metric passes to its ``dist_sync_fn``, in this order."""
+    """Returns the tensors that a metric passes to its ``dist_sync_fn``, in this order.
+
+    torchmetrics copies all states before it synchronizes them, and concatenates a list state twice. Its public methods
+    include none that lists states with their reductions and does not copy them.
+    """
     tensors: list[Tensor] = []
 
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:

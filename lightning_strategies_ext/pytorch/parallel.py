@@ -5,6 +5,7 @@ exchange the gradients. Only the property ``collectives`` depends on the engine,
 """
 
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import Self, override
@@ -41,12 +41,9 @@ from lightning_strategies_ext.registry import describe, register_strategies
 from lightning_strategies_ext.stage_context import EngineGroup, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
-from lightning_strategies_ext.uneven.exact_evaluation import evaluate_together
+from lightning_strategies_ext.uneven.exact_evaluation import ExactEvaluation, evaluate_together
 
 T = TypeVar("T")
-
-#: Exceptions that end the stage on all ranks and are not failures.
-_NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
 
 
 class ParallelStrategy(LightningParallelStrategy, ABC):
@@ -74,7 +71,9 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     Example::
 
         class MyStrategy(lightning_strategies_ext.ParallelStrategy):
-            root_device = property(lambda self: self.parallel_devices[self.local_rank])
+            @property
+            def root_device(self):
+                return self.parallel_devices[self.local_rank]
 
             def model_to_device(self):
                 self.model.to(self.root_device)
@@ -176,16 +175,13 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     # --- steps ---
 
-    #: Whether :meth:`_before_forward_of_step` is called.
-    _has_work_before_step = False
-
-    def _before_forward_of_step(self) -> None:
-        """Runs before each training step if :attr:`_has_work_before_step` is True."""
+    #: Function that runs before each training step; None for no function.
+    _before_forward_of_step: Callable[[], None] | None = None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one training step."""
-        if self._has_work_before_step:
+        if self._before_forward_of_step is not None:
             self._before_forward_of_step()
         inputs = self._stage_context.uneven_inputs
         if inputs is None or not inputs.is_needed:
@@ -236,7 +232,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, see :meth:`.Collectives.all_gather` and :meth:`.ExactEvaluation.all_gather`."""
-        return self._stage_context.gatherer(self._active_collectives).all_gather(tensor, group, sync_grads)
+        context, steps = self._stage_context, self._stage_context.shadowed_steps
+        if isinstance(steps, ExactEvaluation) and context.local_collectives is None:
+            return steps.all_gather(tensor, group, sync_grads)
+        return self._active_collectives.all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -284,7 +283,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Until the next stage, the collectives of this rank are local. Otherwise a callback that saves a checkpoint would
         wait in a barrier indefinitely, because no other rank takes part.
         """
-        if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
+        if not isinstance(exception, trainer_stages.STOPS):
             self._fail(exception)
 
     def explain_exception(self, exception: BaseException) -> BaseException:
@@ -302,7 +301,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Terminates the other ranks if this rank has failed. Ctrl-C and an agreed SIGTERM are not failures."""
-        if self._stage_context.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
+        is_failure = not isinstance(exception, (*trainer_stages.STOPS, KeyboardInterrupt))
+        if self._stage_context.failure_monitor is not None and is_failure:
             self.reconciliate_processes(texts_of_exception(exception)[1])
 
     @override

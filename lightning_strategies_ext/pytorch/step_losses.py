@@ -20,7 +20,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -50,6 +51,9 @@ _HAS_LOSS, _CONTRIBUTES, _HAS_ERROR = 1, 2, 4
 class StepLosses:
     """Checks the losses of this rank during one ``fit``, and leaves out the batches without one.
 
+    From its creation to :meth:`close`, it surrounds methods of the strategy: Lightning has no hook that can leave out a
+    backward pass, or run between the pass and ``on_after_backward``.
+
     Args:
         trainer: The Trainer.
         context: Stage context of this rank.
@@ -78,24 +82,26 @@ class StepLosses:
         self._has_accumulated = False  # whether an earlier batch of the accumulation window had a loss
         self._is_void = False  # whether no rank contributes to the current optimizer step
         self._error = ""  # about a loss of this rank, until the next exchange
+        self._pending_average: Callable[[], None] | None = None  # of local gradients, in the current backward pass
         _check_supported(options, trainer, context, is_synchronized=self._has_synchronized_layers())
-        # Methods of the strategy, before `install` replaces them.
-        self._training_step = self._strategy.training_step
-        self._backward = self._strategy.backward
-        self._optimizer_step = self._strategy.optimizer_step
+        strategy, precision = self._strategy, self._strategy.precision_plugin
+        # The methods before their replacement.
+        self._training_step, self._backward = strategy.training_step, strategy.backward
+        self._optimizer_step, self._post_backward = strategy.optimizer_step, precision.post_backward
+        self._undo = ExitStack()
+        for owner, replaced, method in (
+            (strategy, Strategy.training_step, self.training_step),
+            (strategy, Strategy.backward, self.backward),
+            (strategy, Strategy.optimizer_step, self.optimizer_step),
+            (precision, Precision.post_backward, self.post_backward),
+        ):
+            self._undo.callback(replace_method(owner, replaced.__name__, method))
 
-    def install(self) -> Callable[[], None]:
-        """Replaces methods of the strategy; returns a function that restores them."""
-        names = "training_step", "backward", "optimizer_step"
-        undos = [replace_method(self._strategy, name, getattr(self, name)) for name in names]
+    def close(self) -> None:
+        """Restores the methods of the strategy and of its precision plugin. A second call is a no-op."""
+        self._undo.close()
 
-        def undo_all() -> None:
-            for undo in undos:
-                undo()
-
-        return undo_all
-
-    # --- methods of the strategy ---
+    # --- methods of the strategy and of its precision plugin ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the training step of the strategy; returns a loss of NaN in place of None."""
@@ -144,7 +150,13 @@ class StepLosses:
         if do_all_have_loss and self._model is not None:
             prepare_pass(self._model, loss)
             return run()
-        return self._run_in_ddp(has_loss, contributes, num_contributors, run)
+        return self._run_in_ddp(contributes, num_contributors, run)
+
+    def post_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:
+        """Averages local gradients before ``on_after_backward`` if DDP has not exchanged them."""
+        if self._pending_average is not None:
+            self._pending_average()
+        return self._post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer; without gradients, and so without an effect, if no rank has contributed any."""
@@ -194,40 +206,24 @@ class StepLosses:
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             precision.scaler.scale(loss)  # otherwise the scaler would not exist in the first step
         self._strategy.pre_backward(loss)
-        self._exchange_local_gradients()
+        if self._pending_average is not None:
+            self._pending_average()
         if context.reached_parameters is not None and context.gradient_exchange is not None:
             context.reached_parameters.append(loss)  # this rank takes part in the exchange, which is recorded
         self._strategy.post_backward(loss)
         return loss
 
-    def _exchange_local_gradients(self) -> None:
-        """Averages the gradients that DDP has not exchanged; a no-op except within :meth:`_run_in_ddp`."""
-
-    def _run_in_ddp(
-        self, has_loss: bool, contributes: bool, num_contributors: int, run: Callable[[], Tensor]
-    ) -> Tensor:
-        exchange, model, precision = self._context.gradient_exchange, self._model, self._strategy.precision_plugin
+    def _run_in_ddp(self, contributes: bool, num_contributors: int, run: Callable[[], Tensor]) -> Tensor:
+        exchange, model = self._context.gradient_exchange, self._model
         assert isinstance(exchange, DDPGradientExchange)
         assert model is not None
         model.require_forward_param_sync = True  # the next forward broadcasts buffers, as after any exchange
-        post_backward = precision.post_backward
-
-        def average() -> None:
-            if num_contributors:
-                exchange.exchange_local_gradients(contributes, num_contributors)
-
-        def average_first(*args: Any) -> Any:  # before `on_after_backward`
-            average()
-            return post_backward(*args)
-
-        if has_loss:
-            undo = replace_method(precision, "post_backward", average_first)
-        else:
-            undo = replace_method(self, "_exchange_local_gradients", average)
+        if num_contributors:
+            self._pending_average = partial(exchange.exchange_local_gradients, contributes, num_contributors)
         try:
             loss = run()
         finally:
-            undo()
+            self._pending_average = None
         if model.find_unused_parameters and num_contributors:
             # The reducer would count the parameters that this pass has used as used in the next pass.
             self._strategy._features.rebuild(model)

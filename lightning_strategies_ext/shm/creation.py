@@ -14,6 +14,7 @@ import torch.distributed as dist
 import wrapt
 from torch import Tensor
 
+from lightning_strategies_ext._system import flight_recorder
 from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.comparison import Comparison
@@ -24,6 +25,7 @@ from lightning_strategies_ext.shm.links import LocalPeer
 from lightning_strategies_ext.shm.native import MAX_RANKS, NativeAllReduce
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+from lightning_strategies_ext.shm.recorded_group import RecordedShmProcessGroup
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, create, mapped, resolve_num_bytes
@@ -92,7 +94,10 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
             prefix = dist.PrefixStore("leaders", store)
             leader_group = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
     share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
-    return ShmProcessGroup(rank, size, OperationExecutor(rounds), rounds, native, share_memory, gloo, leader_group)
+    arguments = rank, size, OperationExecutor(rounds), rounds, native, share_memory, gloo, leader_group
+    if flight_recorder.is_enabled() and flight_recorder.hook_class() is not None:
+        return RecordedShmProcessGroup(*arguments, timeout=timeout, global_ranks=names)
+    return ShmProcessGroup(*arguments)
 
 
 def _share_memory(

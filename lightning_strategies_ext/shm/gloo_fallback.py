@@ -54,6 +54,18 @@ class CombinedWork(dist.Work):
         return True
 
 
+def refuse_reconfiguration(group: Any, *args: Any) -> Any:
+    """Rejects a change of the ranks of a group, which torch 2.14 and later would pass to gloo alone.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        "A `shm` process group cannot change its ranks: the group has the memory of the ranks that created it. Create a"
+        ' new group, or use the backend "gloo".'
+    )
+
+
 def with_dispatcher_fallback(name: str) -> Callable[[Collective], Collective]:
     """Makes a collective call gloo through torch's dispatcher for tensors that only the dispatcher supports.
 

@@ -22,7 +22,12 @@ from lightning_strategies_ext.identities import current
 from lightning_strategies_ext.shm import algorithms
 from lightning_strategies_ext.shm.algorithms import Plan
 from lightning_strategies_ext.shm.executor import OperationExecutor, deadline_of
-from lightning_strategies_ext.shm.gloo_fallback import CombinedWork, GlooFallback, with_dispatcher_fallback
+from lightning_strategies_ext.shm.gloo_fallback import (
+    CombinedWork,
+    GlooFallback,
+    refuse_reconfiguration,
+    with_dispatcher_fallback,
+)
 from lightning_strategies_ext.shm.hierarchical_all_reduce import HierarchicalAllReduce
 from lightning_strategies_ext.shm.native import NativeAllReduce, SharedCopies
 from lightning_strategies_ext.shm.operation_ids import CollectiveKind
@@ -31,7 +36,7 @@ from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.single_tensor_forms import accept_single_tensor
 from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing
-from lightning_strategies_ext.shm.work import ShmWork
+from lightning_strategies_ext.shm.work import ShmWork, work_per_tensor
 
 
 class ShmProcessGroup(dist.ProcessGroup):
@@ -69,7 +74,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self.gloo = dist.ProcessGroup(rank, size)
         for group in (self, self.gloo):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 requires it
+            if hasattr(group, "_set_default_backend"):  # the hooks that torch 2.15 attaches require it
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._backend = gloo
         self._executor = executor
@@ -141,6 +146,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Does the same as :meth:`shutdown`."""
         self._finalizer()
 
+    supports_reconfigure = property(lambda _: False)
+    get_reconfigure_handle = reconfigure = refuse_reconfiguration
+
     # --- collectives, as torch.distributed calls them ---
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +172,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @with_dispatcher_fallback("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
-        return _work_per_tensor(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
+        return work_per_tensor(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if self.spans_hosts:
@@ -244,7 +252,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @with_dispatcher_fallback("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does the same as :meth:`all_gather_single` for several tensors."""
-        return _work_per_tensor(self._all_gather_singles(outputs, inputs, opts), outputs)
+        return work_per_tensor(self._all_gather_singles(outputs, inputs, opts), outputs)
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
@@ -320,7 +328,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Does the same as :meth:`reduce_scatter_single` for several tensors."""
-        return _work_per_tensor(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
+        return work_per_tensor(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
@@ -388,9 +396,3 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
-
-
-def _work_per_tensor(work: Any, outputs: Sequence[Tensor]) -> Any:
-    """Returns the handle of a coalesced operation, for which C++ code waits once per tensor."""
-    work.num_expected_waits = len(outputs)
-    return work

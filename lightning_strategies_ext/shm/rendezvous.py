@@ -88,8 +88,8 @@ class Rendezvous:
     def await_readers(self, ranks: Iterable[int]) -> None:
         """Waits until other ranks have read what all ranks announced, for at most ten seconds.
 
-        A rank calls this before it raises an error that those ranks raise, too. Without it, a rank that serves the store
-        could exit first, and the others would report a lost connection instead of the error.
+        A rank calls this before it raises an error that those ranks raise, too. Without it, the rank that serves the
+        store could exit first, and the others would report a lost connection instead of the error.
 
         Args:
             ranks: Ranks that call this method.

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from threading import Lock
 from typing import Any, Protocol
@@ -191,3 +191,9 @@ class ShmWork(Work):
         if self._error is not None:
             raise self._error
         return self._outputs
+
+
+def work_per_tensor(work: Any, outputs: Sequence[torch.Tensor]) -> Any:
+    """Returns the handle of a coalesced operation, for which C++ code waits once per tensor."""
+    work.num_expected_waits = len(outputs)
+    return work

@@ -18,7 +18,7 @@ from lightning_strategies_ext.torch_distributed import process_group
 
 # Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
 # version.
-_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup")
+_NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup", "RecordedShmProcessGroup")
 
 
 def disconnect(peers: Sequence[Peer], *, match_hosts: bool = True) -> None:

@@ -106,8 +106,6 @@ class ExactEvaluation(ShadowedSteps):
         UnevenInputsError: By any method, if DataLoaders cannot be evaluated exactly.
     """
 
-    handles_all_gather = True
-
     def __init__(self, trainer: "pl.Trainer", stage: Stage, values: StepValues, device: torch.device) -> None:
         super().__init__(stage.collectives, stage.rank, stage.size, device)
         self._trainer = trainer
@@ -236,7 +234,6 @@ class ExactEvaluation(ShadowedSteps):
     def handles_reduce(self, tensor: Any, group: Any) -> bool:
         return self._contributors is not None and _is_of_all_ranks(group) and isinstance(tensor, Tensor)
 
-    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor from each rank that does not shadow the current step.
 

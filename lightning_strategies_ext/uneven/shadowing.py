@@ -20,9 +20,6 @@ class ShadowedSteps(ABC):
         device: Device of the few numbers that ranks exchange.
     """
 
-    #: Whether :meth:`all_gather` replaces the engine's.
-    handles_all_gather = False
-
     def __init__(self, collectives: Collectives, rank: int, world_size: int, device: torch.device) -> None:
         self._collectives = collectives
         self._rank = rank
@@ -65,10 +62,6 @@ class ShadowedSteps(ABC):
             counted, of_all = counted / mark, of_all / self._world_size
         does_any_count = mark == 0 if op == "min" else mark > 0
         return torch.where(does_any_count, counted, of_all).view(tensor.shape)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor per rank, if :attr:`handles_all_gather` is True."""
-        raise NotImplementedError
 
 
 def _neutral(op: str, dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 from torchmetrics import Metric
 
-from lightning_strategies_ext._lightning import trainer_logging
+from lightning_strategies_ext._lightning import logging_state
 
 
 class StepStateSnapshot:
@@ -25,7 +25,7 @@ class StepStateSnapshot:
         self._trainer = trainer
         # Keys are ids, because the hash of a metric depends on its state.
         self._metrics = {id(metric): (metric, _copied(metric.metric_state)) for metric in self._metrics_now()}
-        self._position = trainer_logging.logging_position(trainer)
+        self._position = logging_state.logging_position(trainer)
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.lightning_module.buffers()]
 
     def restore(self) -> None:
@@ -33,17 +33,17 @@ class StepStateSnapshot:
         for metric in self._metrics_now():
             if id(metric) not in self._metrics:
                 metric.reset()
-                trainer_logging.keep_key(metric)
+                logging_state.keep_key(metric)
         for metric, states in self._metrics.values():
             for name, state in _copied(states).items():
                 setattr(metric, name, state)
-        trainer_logging.set_logging_position(self._trainer, self._position)
+        logging_state.set_logging_position(self._trainer, self._position)
         for buffer, value in self._buffers:
             # `data` bypasses autograd, which may need the overwritten values for the gradients of a shadowed step.
             buffer.data.copy_(value)
 
     def _metrics_now(self) -> Iterator[Metric]:
-        yield from trainer_logging.logged_per_epoch(self._trainer)
+        yield from logging_state.logged_per_epoch(self._trainer)
         for module in self._trainer.lightning_module.modules():
             if isinstance(module, Metric):
                 yield module
@@ -64,14 +64,14 @@ class EvaluationStateSnapshot:
         # The callbacks of this package observe the steps that run, also without effect.
         package = __name__.partition(".")[0]
         callbacks = [each for each in trainer.callbacks if not type(each).__module__.startswith(package)]  # type: ignore[attr-defined]
-        logged = trainer_logging.current_results(trainer)
+        logged = logging_state.current_results(trainer)
         self._with_values = {id(metric) for metric in logged if not metric.has_reset}
-        owners = [*trainer.lightning_module.modules(), *callbacks, *logged, *trainer_logging.owners_of_values(trainer)]
+        owners = [*trainer.lightning_module.modules(), *callbacks, *logged, logging_state.logger_connector(trainer)]
         self._contents = ContentsSnapshot(owners)
 
     def restore(self) -> None:
         """Restores this state. Keys of ``self.log`` that are new in this evaluation have no value of this rank."""
-        logged = [metric for metric in trainer_logging.current_results(self._trainer) if not metric.has_reset]
+        logged = [metric for metric in logging_state.current_results(self._trainer) if not metric.has_reset]
         modules = self._trainer.lightning_module.modules()
         updated = [module for module in modules if isinstance(module, Metric) and module._computed is None]
         self._contents.restore()
@@ -79,7 +79,7 @@ class EvaluationStateSnapshot:
             metric._computed = None  # not the result of an earlier computation: other ranks have updates
         for metric in logged:
             if id(metric) not in self._with_values:
-                trainer_logging.drop_values(metric)
+                logging_state.drop_values(metric)
 
 
 #: Number of items of a container up to which the contents of its items are copied, too.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives, packed_exchange
-from lightning_strategies_ext.collectives.packed_exchange import DifferentPartsError, PackedExchange, Part
+from lightning_strategies_ext.collectives.packed_exchange import DifferentPartsError, PackedExchange, parts_of
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from tests.support.ranks import run_ranks
 
@@ -84,30 +84,30 @@ def on_ranks(size: int, function: Callable[[ThreadCollectives], Any]) -> list[An
     return [outcomes[rank] for rank in range(size)]
 
 
-def parts_of(rank: int) -> list[Part]:
+def rows_of(rank: int) -> list[tuple[str, str, Tensor]]:
     """Returns values of all reductions, in several dtypes and shapes; every second rank has the reverse order."""
-    parts = [
-        Part("loss", "mean", torch.tensor(0.1 + rank)),
-        Part("total", "sum", torch.tensor(1.5 * rank, dtype=torch.float64)),
-        Part("count", "sum", torch.tensor(2**40 + rank)),
-        Part("largest", "max", torch.tensor([1.0, -2.0, 3.0]) * (rank - 1)),
-        Part("smallest", "min", torch.tensor(5 - rank, dtype=torch.int16)),
-        Part("half", "mean", torch.full((2, 2), float(rank), dtype=torch.bfloat16)),
-        Part("nothing", "sum", torch.empty(0)),
+    rows = [
+        ("loss", "mean", torch.tensor(0.1 + rank)),
+        ("total", "sum", torch.tensor(1.5 * rank, dtype=torch.float64)),
+        ("count", "sum", torch.tensor(2**40 + rank)),
+        ("largest", "max", torch.tensor([1.0, -2.0, 3.0]) * (rank - 1)),
+        ("smallest", "min", torch.tensor(5 - rank, dtype=torch.int16)),
+        ("half", "mean", torch.full((2, 2), float(rank), dtype=torch.bfloat16)),
+        ("nothing", "sum", torch.empty(0)),
     ]
-    return parts[:: -1 if rank % 2 else 1]
+    return rows[:: -1 if rank % 2 else 1]
 
 
 def reduce_all(collectives: Collectives) -> dict[str, Tensor]:
-    parts = parts_of(collectives.rank())
+    parts = parts_of(rows_of(collectives.rank()))
     values = PackedExchange("test").start(collectives, "kind", parts, list)()
-    return {part.key: value for part, value in zip(parts, values, strict=True)}
+    return dict(zip(parts[0], values, strict=True))
 
 
 def assert_reduced(reduced: dict[str, Tensor], size: int) -> None:
     ranks = range(size)
-    inputs = [{part.key: part.value for part in parts_of(rank)} for rank in ranks]
-    for key, op in {part.key: part.op for part in parts_of(0)}.items():
+    inputs = [{key: value for key, _, value in rows_of(rank)} for rank in ranks]
+    for key, op, _ in rows_of(0):
         rows = torch.stack([each[key] for each in inputs])
         expected = {
             "mean": lambda rows: rows.sum(0) / size,
@@ -129,11 +129,11 @@ def test_all_reductions_and_dtypes_are_right_and_the_order_of_values_does_not_ma
 
 def test_values_that_do_not_fit_into_the_message_take_one_more_all_gather() -> None:
     def run(collectives: ThreadCollectives) -> Any:
-        parts = [
-            Part("many", "sum", torch.arange(1001.0) + collectives.rank()),
-            Part("double", "mean", torch.arange(7.0, dtype=torch.float64)),
+        rows = [
+            ("many", "sum", torch.arange(1001.0) + collectives.rank()),
+            ("double", "mean", torch.arange(7.0, dtype=torch.float64)),
         ]
-        many, double = PackedExchange("test").start(collectives, "kind", parts, list)()
+        many, double = PackedExchange("test").start(collectives, "kind", parts_of(rows), list)()
         return many, double, collectives.operations
 
     for many, double, operations in on_ranks(2, run):
@@ -156,19 +156,19 @@ def test_different_values_are_an_error_on_all_ranks(different: str, max_gathered
 
     def run(collectives: ThreadCollectives) -> None:
         is_odd = collectives.rank() == 1
-        part = Part("loss", "mean", torch.tensor(1.0))
+        row = ("loss", "mean", torch.tensor(1.0))
         changed = {
-            "key": part._replace(key="other"),
-            "op": part._replace(op="sum"),
-            "dtype": part._replace(value=torch.tensor(1.0, dtype=torch.float64)),
-            "shape": part._replace(value=torch.ones(1)),
+            "key": ("other", "mean", torch.tensor(1.0)),
+            "op": ("loss", "sum", torch.tensor(1.0)),
+            "dtype": ("loss", "mean", torch.tensor(1.0, dtype=torch.float64)),
+            "shape": ("loss", "mean", torch.ones(1)),
         }
-        parts = [changed.get(different, part) if is_odd else part]
+        rows = [changed.get(different, row) if is_odd else row]
         if different == "number":
-            parts.append(Part(f"more{is_odd}", "sum", torch.ones(500 if is_odd else 1)))
+            rows.append((f"more{is_odd}", "sum", torch.ones(500 if is_odd else 1)))
         kind = "other" if is_odd and different == "kind" else "kind"
         rank = collectives.rank()
-        PackedExchange("test").start(collectives, kind, parts, lambda: f"values of rank {rank}")()
+        PackedExchange("test").start(collectives, kind, parts_of(rows), lambda: f"values of rank {rank}")()
 
     for error in on_ranks(4, run):
         assert isinstance(error, DifferentPartsError)
@@ -181,8 +181,8 @@ def test_different_values_are_an_error_on_all_ranks(different: str, max_gathered
 
 def test_an_error_describes_a_few_of_many_different_contributions() -> None:
     def run(collectives: ThreadCollectives) -> None:
-        part = Part(f"key{collectives.rank()}", "sum", torch.ones(()))
-        PackedExchange("test").start(collectives, "kind", [part], lambda: part.key)()
+        key = f"key{collectives.rank()}"
+        PackedExchange("test").start(collectives, "kind", ((key,), ("sum",), [torch.ones(())]), lambda: key)()
 
     size = packed_exchange.MAX_CONTRIBUTIONS + 2
     for error in on_ranks(size, run):
@@ -192,7 +192,7 @@ def test_an_error_describes_a_few_of_many_different_contributions() -> None:
 
 def test_an_error_states_which_ranks_have_more_values_to_come() -> None:
     def run(collectives: ThreadCollectives) -> None:
-        parts = [Part(f"key{index}", "sum", torch.ones(())) for index in range(collectives.rank() + 1)]
+        parts = parts_of((f"key{index}", "sum", torch.ones(())) for index in range(collectives.rank() + 1))
         is_final = collectives.rank() == 1
         PackedExchange("test").start(collectives, "kind", parts, list, is_final=is_final)()
 
@@ -204,11 +204,11 @@ def test_an_error_states_which_ranks_have_more_values_to_come() -> None:
 def test_ranks_without_values_receive_those_of_other_ranks(num_values: int) -> None:
     def run(collectives: ThreadCollectives) -> Any:
         rank = collectives.rank()
-        parts = [
-            Part("sum", "sum", torch.full((num_values,), 1.0 + rank)),
-            Part("count", "sum", torch.tensor(rank)),
+        rows = [
+            ("sum", "sum", torch.full((num_values,), 1.0 + rank)),
+            ("count", "sum", torch.tensor(rank)),
         ]
-        own = None if rank == 1 else parts[:: -1 if rank == 2 else 1]
+        own = None if rank == 1 else parts_of(rows[:: -1 if rank == 2 else 1])
         return PackedExchange("test").run_with_absent(collectives, "kind", own, lambda: f"values of rank {rank}")
 
     for description, (total, count) in on_ranks(3, run):
@@ -219,7 +219,7 @@ def test_ranks_without_values_receive_those_of_other_ranks(num_values: int) -> N
 
 def test_nothing_is_received_if_no_rank_has_values() -> None:
     def run(collectives: ThreadCollectives) -> Any:
-        own: Any = None if collectives.rank() else []
+        own = None if collectives.rank() else parts_of(())
         return PackedExchange("test").run_with_absent(collectives, "kind", own, list), collectives.operations
 
     assert on_ranks(2, run) == [(None, ["all_gather"])] * 2
@@ -227,10 +227,10 @@ def test_nothing_is_received_if_no_rank_has_values() -> None:
 
 def test_the_only_rank_keeps_its_values() -> None:
     for collectives in (LocalCollectives(1, 3), *on_ranks(1, lambda collectives: collectives)):
-        part = Part("sum", "sum", torch.tensor([1.0, 2.0]))
-        (value,) = PackedExchange("test").start(collectives, "kind", [part], list)()
-        assert torch.equal(value, part.value)
-        assert value is not part.value
+        own = torch.tensor([1.0, 2.0])
+        (value,) = PackedExchange("test").start(collectives, "kind", (("sum",), ("sum",), [own]), list)()
+        assert torch.equal(value, own)
+        assert value is not own
 
 
 def reduce_over(backend: str) -> Any:
@@ -239,7 +239,7 @@ def reduce_over(backend: str) -> Any:
     collectives = TorchCollectives(lambda: torch.device("cpu"))
     reduced = reduce_all(collectives)
     packed_exchange.MAX_GATHERED_RANKS = 1
-    parts = [Part(key, op, torch.tensor(1.0 + dist.get_rank())) for key, op in (("a", "mean"), ("b", "max"))]
+    parts = parts_of((key, op, torch.tensor(1.0 + dist.get_rank())) for key, op in (("a", "mean"), ("b", "max")))
     return reduced, [value.item() for value in PackedExchange("test").start(collectives, "kind", parts, list)()]
 
 

@@ -8,12 +8,12 @@ other, for example two precisions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, StochasticWeightAveraging
 
-from lightning_strategies_ext import CommunicationMonitor, DiLoCo, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext import ChecksOptions, CommunicationMonitor, DiLoCo, LocalSGD, PowerSGD, TopK
 
 #: Maximum distance from the parameters of the reference. "exact": the rounding of float32. "rounded": the rounding of
 #: 8-bit mantissas. "lossy": half of the distance that training covers. "summed": the whole distance, because Adasum
@@ -106,6 +106,19 @@ def _uneven(mode: str, lengths: tuple[int, int]) -> Callable[[Setup], None]:
     return apply
 
 
+def _checks(*flags: str, **fields: Any) -> Callable[[Setup], None]:
+    def apply(setup: Setup) -> None:
+        setup.flags.update(flags)
+        setup.strategy["checks"] = replace(setup.strategy.get("checks", ChecksOptions()), **fields)
+
+    return apply
+
+
+def _exact_evaluation(setup: Setup) -> None:
+    setup.flags.add("odd evaluation")
+    setup.strategy["exact_evaluation"] = True
+
+
 def _lbfgs(setup: Setup) -> None:
     """Selects LBFGS with float64, because it amplifies the rounding of float32 beyond the limit of "exact"."""
     setup.flags.add("lbfgs")
@@ -119,14 +132,22 @@ def _compression(name: str, value: Any, closeness: Closeness, named: str) -> Fea
 
 FEATURES = (
     Feature("accumulation", _flag("accumulation"), named=("accumulat",)),
-    Feature("manual optimization", _flag("manual"), named=("manual optimization",), slot="optimization"),
     Feature(
-        "two optimizers", _flag("manual", "two"), named=("several optimizers", "manual optim"), slot="optimization"
+        "manual optimization",
+        _flag("manual"),
+        named=("manual optimization", "automatic_optimization=False"),
+        slot="optimization",
+    ),
+    Feature(
+        "two optimizers",
+        _flag("manual", "two"),
+        named=("several optimizers", "manual optim", "automatic_optimization=False"),
+        slot="optimization",
     ),
     Feature(
         "alternating optimizers",
         _flag("manual", "two", "alternating"),
-        named=("several optimizers", "manual optim", "find_unused_parameters"),
+        named=("several optimizers", "manual optim", "find_unused_parameters", "automatic_optimization=False"),
         slot="optimization",
     ),
     Feature(
@@ -150,6 +171,35 @@ FEATURES = (
     ),
     Feature(
         "uneven inputs: join", _uneven("join", (6, 4)), DDP - ELASTIC | HOROVOD, "data length", named=("uneven_inputs",)
+    ),
+    Feature(
+        "missing loss: skip",
+        _checks("missing loss", missing_loss="skip"),
+        DDP | HOROVOD,
+        named=("missing_loss='skip'",),
+    ),
+    Feature(
+        "NaN loss: skip",
+        _checks("nan loss", nonfinite_loss="skip"),
+        DDP | HOROVOD,
+        "NaN loss",
+        named=("nonfinite_loss='skip'",),
+    ),
+    Feature(
+        "NaN loss: error",
+        _checks(nonfinite_loss="error"),
+        DDP | HOROVOD,
+        "NaN loss",
+        trains_alike=True,
+        named=("nonfinite_loss='error'",),
+    ),
+    Feature("exact evaluation", _exact_evaluation, DDP | HOROVOD, named=("exact_evaluation=True",)),
+    Feature(
+        "compared collectives",
+        _checks(check_collectives=True),
+        DDP | HOROVOD,
+        trains_alike=True,
+        named=("check_collectives",),
     ),
     Feature("monitor", _callback(CommunicationMonitor), trains_alike=True, named=("CommunicationMonitor",)),
     Feature("SyncBatchNorm", _flag("batch norm", sync_batchnorm=True), named=("sync_batchnorm",)),

@@ -42,6 +42,12 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
 
 _COMPRESSIONS = tuple(f"compression {name}" for name in ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"))
 
+_LOSSES = ("missing loss: skip", "NaN loss: skip", "NaN loss: error")
+_SKIPS = _LOSSES[:2]
+#: Features by which an argument of DDP or Horovod conflicts with skipped losses, or by which the module does.
+_DDP_EXCHANGES = ("static graph", "compression localsgd", "compression diloco")
+_MODULES = ("LBFGS", "sparse embedding")
+
 #: Strategies whose workers receive the module as a pickle.
 _SPAWNED = frozenset({"ddp_spawn_ext", "ddp_spawn_elastic_ext", "ddp_ray_ext", "ddp_ray_elastic_ext"})
 
@@ -71,6 +77,27 @@ REFUSALS = (
     *(
         _refusal("averages the models of all", f"compression {compression}", "uneven inputs: join")
         for compression in ("localsgd", "diloco")
+    ),
+    *(
+        _refusal("requires automatic optimization", loss, manual, strategies=DDP | HOROVOD)
+        for loss in _LOSSES
+        for manual in ("manual optimization", "two optimizers", "alternating optimizers")
+    ),
+    *(_refusal("would count as a rank without a loss", loss, strategies=ELASTIC) for loss in _LOSSES),
+    *(
+        _refusal("averages gradients over the ranks that have a loss", loss, f)
+        for loss in _SKIPS
+        for f in _DDP_EXCHANGES
+    ),
+    *(
+        _refusal("averages gradients over the ranks that have a loss", loss, feature, strategies=DDP | HOROVOD)
+        for loss in _SKIPS
+        for feature in ("uneven inputs: join", "Horovod: adasum")
+    ),
+    *(
+        _refusal("cannot be combined with", loss, feature, strategies=DDP | HOROVOD)
+        for loss in _SKIPS
+        for feature in _MODULES
     ),
     *(
         _refusal("DDP drops", f"compression {compression}", feature)

@@ -23,6 +23,9 @@ omissions permit. It is relative to the distance that training covers:
 | Horovod: adasum, which adds orthogonal gradients | the whole distance |
 | all other features, `TopK(fraction=1.0)` included | rounding of float32 |
 
+With "missing loss: skip" and "NaN loss: skip", rank 1 has no finite loss in two of four batches, where one device uses
+only the samples of rank 0. With "exact evaluation", rank 0 has one validation batch more than rank 1.
+
 LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless the other feature is a precision.
 
 A pair that cannot work is refused with one message, which names both features and an alternative. "As alone" means that

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, default_collate
 
 from tests.combinations.features import Setup
 from tests.support.models import LOADS_EVERYTHING, make_trainer, state_of
@@ -130,7 +130,7 @@ class Net(pl.LightningModule):
         if self.automatic_optimization:
             loss = self.loss(batch)
             self._log_loss(loss)
-            return loss
+            return loss if batch_idx not in self._batches_without_loss else self._contribution(loss, batch, batch_idx)
         optimizers = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         if "lbfgs" in self.flags:
@@ -148,6 +148,20 @@ class Net(pl.LightningModule):
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
         return None
+
+    @property
+    def _batches_without_loss(self) -> range:
+        """Batches of which rank 1 has no loss: the second accumulation window of an epoch."""
+        return range(2, 4) if {"missing loss", "nan loss"} & self.flags else range(0)
+
+    def _contribution(self, loss: Tensor, batch: Any, batch_idx: int) -> Tensor | None:
+        """Returns the loss of a batch of which only rank 0 has a loss; one device uses the samples of rank 0."""
+        if self.trainer.world_size == 1:
+            return self.loss(_samples_of_rank_0(batch))
+        if self.trainer.global_rank == 0:
+            return loss
+        is_missing = "missing loss" in self.flags and (batch_idx == 2 or "nan loss" not in self.flags)
+        return None if is_missing else loss * torch.nan
 
     @torch.compiler.disable  # `torch.compile` does not support Lightning's `log`, with any strategy
     def _log_loss(self, loss: Tensor) -> None:
@@ -193,7 +207,10 @@ class Net(pl.LightningModule):
         return self._batches(7)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Samples(2, 9), batch_size=BATCH_SIZE // self.trainer.world_size)
+        samples: Dataset = Samples(3, 9)
+        # One batch more on rank 0 than on rank 1, or the same number.
+        samples = Subset(samples, range(2 * BATCH_SIZE + ("odd evaluation" in self.flags)))
+        return DataLoader(samples, batch_size=BATCH_SIZE // self.trainer.world_size)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -223,6 +240,13 @@ def batches_of(setup: Setup, rank: int, world_size: int, seed: int = 7) -> DataL
     # A sampler that the Trainer creates would shuffle.
     sampler = None if is_alone else DistributedSampler(samples, world_size, rank, shuffle=False)
     return DataLoader(samples, batch_size=size, sampler=sampler)
+
+
+def _samples_of_rank_0(batch: Any) -> Any:
+    """Returns the part of a batch of one device that rank 0 has."""
+    if isinstance(batch, dict):
+        return {name: _samples_of_rank_0(part) for name, part in batch.items()}
+    return [tensor[batch[-1] % NUM_RANKS == 0] for tensor in batch]
 
 
 class _StopsAfterOneEpoch(Callback):

@@ -72,6 +72,14 @@ def test_the_text_names_ranks_in_order() -> None:
     )
 
 
+def test_the_text_names_a_batch_without_gradients() -> None:
+    difference = log_of([1, 2, -3]).first_difference(log_of([1, 2, 3]).summary(0))
+    assert difference is not None
+    assert describe_difference(1, 0, difference).startswith(
+        "in gradient exchange 2, rank 0 exchanged gradients of batch 2, and rank 1 zeros, because batch 2 has no"
+    )
+
+
 class SkipsOnce(LightningModule):
     """Rank 1 skips batch 2 of an endless training, which only the failure monitors can end."""
 
@@ -116,3 +124,33 @@ def test_a_skipped_backward_pass_ends_the_training_soon(engine: str) -> None:
 def test_totals_are_compared_before_on_train_end(is_manual: bool) -> None:
     for text in run_ranks(skip, Skips, "gloo", is_manual):
         assert "in gradient exchange 2, rank 0 exchanged gradients of batch 2, and rank 1 of batch 3" in text
+
+
+class LacksLoss(Skips):
+    """Rank 1 has no loss in one batch of each epoch, and no rank in another."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(is_manual=False)
+        self.without_loss = batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_missing = batch_idx == 1 or (batch_idx == self.without_loss and self.global_rank == 1)
+        return torch.zeros((), requires_grad=True) if is_missing else (self.weight * 2.0).sum()
+
+
+def weight_without_losses() -> float:
+    model = LacksLoss(batch=1)
+    make_trainer(HorovodStrategy(), max_epochs=2).fit(model)
+    return model.weight.item()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("batch", [2, 5], ids=["early", "last"])
+def test_horovods_ranks_detect_a_loss_without_parameters(batch: int) -> None:
+    for text in run_horovod("horovodrun", skip, LacksLoss, "horovod", batch):
+        assert f"in gradient exchange {batch}, rank 0 exchanged gradients of batch {batch}, and rank 1 zeros" in text
+
+
+@pytest.mark.processes
+def test_a_batch_without_a_loss_on_all_horovods_ranks_is_no_error() -> None:
+    assert run_horovod("horovodrun", weight_without_losses) == [-20.0, -20.0]

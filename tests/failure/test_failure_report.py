@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_strategies_ext._system import flight_recorder
 from lightning_strategies_ext.failure import failure_report
 from tests.support.ranks import run_script
 
@@ -151,7 +152,7 @@ from lightning_strategies_ext.failure import failure_report
 
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.init_process_group(sys.argv[2], store=store, rank=0, world_size=1)
 
 
 def reduce_in_script():
@@ -161,18 +162,27 @@ def reduce_in_script():
 reduce_in_script()
 dist.barrier()
 failure = failure_report.failure_from_traceback("ValueError: no", 0, "training step 3")
-print(failure_report.write_report(sys.argv[1], failure, 0, "text").read_text())
+path = failure_report.write_report(sys.argv[1], failure, 0, "text")
+print(path.read_text())
+print("files:", *sorted(each.name for each in path.parent.iterdir()))
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", ["0", "100"])
-def test_the_file_lists_the_collectives_of_the_user_that_torch_has_recorded(tmp_path: Path, size: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_file_lists_the_collectives_of_the_user_that_torch_has_recorded(
+    tmp_path: Path, backend: str, size: str
+) -> None:
+    if backend == "shm" and flight_recorder.hook_class() is None:
+        pytest.skip(f"torch {torch.__version__} does not record process groups with a Python class (2.15 does)")
     script = tmp_path / "script.py"
     script.write_text(RECORDED)
-    printed = run_script(script, tmp_path, env={"TORCH_FR_BUFFER_SIZE": size}).stdout
+    printed = run_script(script, tmp_path, backend, env={"TORCH_FR_BUFFER_SIZE": size}).stdout
     if torch.__version__ < (2, 13) and "flight recorder" not in printed:
         pytest.skip(f"torch {torch.__version__} does not record collectives of gloo")
     assert ("from torch's flight recorder" in printed) == (size != "0"), printed
-    assert (f"1: gloo:all_reduce [3, 2], at {script}:13 in reduce_in_script" in printed) == (size != "0"), printed
-    assert ("2: gloo:barrier, at" in printed) == (size != "0"), printed
+    assert (f"1: {backend}:all_reduce [3, 2], at {script}:13 in reduce_in_script" in printed) == (size != "0"), printed
+    assert (f"2: {backend}:barrier, at" in printed) == (size != "0"), printed
+    has_trace = backend == "shm" and size != "0"
+    assert ("files: collectives-0 rank-0.txt" if has_trace else "files: rank-0.txt") in printed, printed

@@ -1,14 +1,18 @@
 """A collective that only rank 0 calls: the error has the call, its location, and the activity of rank 1."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_strategies_ext import DDPStrategy, HorovodStrategy
+from lightning_strategies_ext.failure.failure_monitor import known_failure
+from lightning_strategies_ext.failure.failure_report import one_line_cause
 from tests.support.horovod_ranks import try_horovod
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import outcomes_of_ranks
@@ -101,3 +105,39 @@ def test_a_lone_save_checkpoint_is_named_while_the_other_rank_validates(engine: 
     assert "barrier Trainer.save_checkpoint failed" in text
     assert "`save_checkpoint` in save" in text
     assert seconds < 60
+
+
+class Computes(MLP):
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = Path(output)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            while not self.output.exists():
+                torch.rand(100, 100) @ torch.rand(100, 100)
+        return self.loss(batch)
+
+    def on_train_start(self):
+        _set_pg_timeout(timedelta(seconds=10))  # after the start, which may take longer
+
+
+def train_with_a_short_timeout(output: str) -> str:
+    try:
+        make("gloo").fit(Computes(output), loader())
+    except Exception as error:
+        failure = known_failure()
+        assert failure is not None
+        Path(output).touch()
+        return f"{error}\n{one_line_cause(failure)}"
+    return ""
+
+
+def test_after_a_timeout_the_rank_that_computes_is_named(tmp_path: Path):
+    first, _ = outcomes_of_ranks(train_with_a_short_timeout, str(tmp_path / "output"))
+    assert first.value is not None, first
+    text = first.value
+    assert text.startswith("Rank 1 has not joined a collective in which rank 0 has waited until its timeout. Rank 1 ")
+    assert "increase the argument.\n" in text
+    assert "Timed out" in text
+    assert text.splitlines()[-1].startswith("rank 0 failed: Rank 1 has not joined")

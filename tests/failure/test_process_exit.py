@@ -1,5 +1,6 @@
 """A terminated process does not free objects at its exit, and does not lose data that was written to files."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,22 @@ def test_a_file_that_accepts_no_data_does_not_delay_the_exit(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(FULL_PIPE)
     assert run_script(script).returncode == 1
+
+
+WITH_TRITON = """
+import triton
+from lightning_strategies_ext.failure import process_exit
+
+process_exit.skip_freeing_at_exit()
+print("the last words")
+"""
+
+
+def test_triton_reports_no_objects_that_are_not_freed(tmp_path: Path) -> None:
+    if find_spec("triton") is None:
+        pytest.skip("this build of torch has no Triton")
+    script = tmp_path / "script.py"
+    script.write_text(WITH_TRITON)
+    done = run_script(script)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout == "the last words\n"

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.failure import failure_detector, failure_report
 from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation, first_failure, hung_ranks
 from lightning_strategies_ext.failure.local_status import LocalStatus
+from lightning_strategies_ext.failure.lone_calls import describe_absent
 from lightning_strategies_ext.failure.rank_status import (
     CollectiveProgress,
     Failure,
@@ -213,6 +215,23 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
     assert failure is not None
     assert failure.ranks == (0,)
     assert failure.headline.startswith("ranks 1-8 and 503 more waited 300 s for it in ")
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        (
+            [replace(COMPUTES, user_frames=("train.py:9 in load",)), MOVES],
+            "Ranks 1-2 have not joined a .* train.py:9 in",
+        ),
+        ([WAITS, replace(MOVES, stage_and_step="train, step 3")], "Rank 2 has not joined a .* 2 runs train, step 3\\."),
+        ([WAITS, replace(MOVES, num_started=8)], ""),  # it has joined the collective, and may compute since
+        ([replace(MOVES, stage=2), replace(MOVES, state="failed")], ""),
+    ],
+)
+def test_after_a_timeout_the_ranks_that_wait_in_no_collective_are_named(others: list[RankStatus], text: str) -> None:
+    statuses = {rank: replace(status, rank=rank) for rank, status in enumerate([WAITS, *others])}
+    assert re.match(text or "$", describe_absent(Observation(0, {}, statuses, {})))
 
 
 def test_merged_stage_exits_have_the_smallest_number_of_collectives_and_eight_ranks():

@@ -16,7 +16,13 @@ from lightning.pytorch.tuner import Tuner
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_signals, trainer_stages
+from lightning_strategies_ext._lightning import (
+    logging_state,
+    trainer_data,
+    trainer_logging,
+    trainer_signals,
+    trainer_stages,
+)
 from tests.lightning_private.trainers import single_process_trainer
 from tests.support.models import MLP, fit, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
@@ -130,7 +136,7 @@ def fit_with_one_restart(model: FailsAtStep, commit_at: int, *, is_same_process:
             trainer_stages.finish_restart(trainer)
         if trainer.global_step == commit_at and not committed:
             checkpoint = copy.deepcopy(trainer_stages.dump_checkpoint(trainer))
-            committed.append((checkpoint, trainer_logging.logging_position(trainer)))
+            committed.append((checkpoint, logging_state.logging_position(trainer)))
 
     def run(train: Callable[[], None]) -> None:
         try:
@@ -142,7 +148,7 @@ def fit_with_one_restart(model: FailsAtStep, commit_at: int, *, is_same_process:
             assert not any(metric.cumulated_batch_size for metric in val_results(trainer))
             trainer_data.reset_loaders(trainer)
             trainer_stages.restore_checkpoint(trainer, checkpoint)
-            trainer_logging.set_logging_position(trainer, position)
+            logging_state.set_logging_position(trainer, position)
             has_restarted.append(True)
             train()
 

@@ -155,3 +155,12 @@ def check_is_as_accurate_as_uninterrupted(
     for count in counts:
         assert len(count) == NUM_TRAINED
         assert set(count.values()) == {1}
+
+
+def check_ends_early(run: Run, num_epochs: int) -> None:
+    """Fails unless all ranks have ended together in the given epoch, and each sample has counted at most once."""
+    assert run.code == 0, run.output
+    assert len({(end["steps"], *map(tuple, end["weights"])) for end in run.ends}) == 1
+    counts = run.counts_per_epoch()
+    assert len(counts) == num_epochs
+    assert [set(count.values()) for count in counts] == [{1}] * num_epochs

@@ -248,6 +248,10 @@ def terminate(net: Net) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def end_early(net: Net) -> None:
+    net.trainer.should_stop = True
+
+
 def sleep(net: Net) -> None:
     time.sleep(1000)
 

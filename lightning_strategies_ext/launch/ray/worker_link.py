@@ -271,9 +271,7 @@ class LinkServer:
     def _link_of(self, state: _Unproved) -> WorkerLink | None:
         """Returns the unconnected link of the worker that has sent a proof; None without a link or a valid proof."""
         proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
-        # The secret itself is accepted as a proof, too; workers of this version do not send it.
-        expected = (_proof(self.secret, state.challenge, number), self.secret)
-        if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, valid) for valid in expected):
+        if len(number) < _NUMBER.size or not hmac.compare_digest(proof, _proof(self.secret, state.challenge, number)):
             return None
         link = self.links.get(*_NUMBER.unpack(number))
         return None if link is None or link.is_connected or link.closed.is_set() else link
