@@ -23,8 +23,8 @@ omissions permit. It is relative to the distance that training covers:
 | Horovod: adasum, which adds orthogonal gradients | the whole distance |
 | all other features, `TopK(fraction=1.0)` included | rounding of float32 |
 
-With "missing loss: skip" and "NaN loss: skip", rank 1 has no finite loss in two of four batches, in which one device trains
-on the samples of rank 0. With "exact evaluation", rank 0 has a validation batch more than rank 1.
+With "missing loss: skip" and "NaN loss: skip", rank 1 has no finite loss in two of four batches, in which one device
+trains on the samples of rank 0. With "exact evaluation", rank 0 has a validation batch more than rank 1.
 
 LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless the other feature is a precision.
 
