@@ -21,6 +21,15 @@ def users_sampler(sampler: Any) -> Any:
     return dataset._sampler if isinstance(dataset, _DatasetSamplerWrapper) else None
 
 
+def repeat_no_samples(sampler: Any) -> None:
+    """Makes a distributed sampler return each sample on one rank only; some ranks have a sample less, or none.
+
+    ``total_size`` and ``num_samples`` of torch's ``DistributedSampler`` determine how many samples it repeats.
+    """
+    sampler.total_size = len(sampler.dataset)
+    sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+
+
 def share_orders_of_stage(loader: Any, trainer: Any, broadcast: Callable[[Any], Any]) -> None:
     """Replaces the order of the user's samplers in a DataLoader with rank 0's order, see :class:`.SharedOrder`.
 

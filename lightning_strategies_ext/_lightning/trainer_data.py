@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _get_distributed
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_strategies_ext._lightning._patching import replace_method
+from lightning_strategies_ext._lightning.samplers import repeat_no_samples
 
 
 class ExactSteps(Protocol):
@@ -93,8 +94,7 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
 def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], None]:
     """Makes the DataLoaders of an evaluation have shards without repeated samples, some of which may be empty.
 
-    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, and warns of repeated samples.
-    ``total_size`` and ``num_samples`` of torch's ``DistributedSampler`` determine how many samples it repeats. A rank
+    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, and warns of repeated samples. A rank
     without samples is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices``
     after the samplers exist (2.5 to 2.6).
 
@@ -114,8 +114,7 @@ def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], No
             return resolve_sampler(dataloader, shuffle, mode)
         settings = {"mode": mode, "overfit_batches": trainer.overfit_batches}
         sampler: Any = _get_distributed_sampler(dataloader, shuffle, **settings, **trainer.distributed_sampler_kwargs)
-        sampler.total_size = len(sampler.dataset)
-        sampler.num_samples = len(range(sampler.rank, sampler.total_size, sampler.num_replicas))
+        repeat_no_samples(sampler)
         shards.add(sampler)
         trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
         return sampler

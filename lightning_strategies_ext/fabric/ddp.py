@@ -138,6 +138,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         if kwargs.get("static_graph"):
             self._backward_sync_control = _BackwardSyncControl()
         self.collectives = TorchCollectives(self._get_root_device)
+        self._models_with_buffers: list[DistributedDataParallel] = []
 
     @override
     def _configure_launcher(self) -> None:
@@ -198,7 +199,16 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         )
         Features().start(context, model)
         BackwardPasses(model)
+        if any(True for _ in model.buffers()):
+            self._models_with_buffers.append(model)
         return model
+
+    @override
+    def _sync_buffers_of_evaluation(self) -> None:
+        for model in self._models_with_buffers:
+            if model.will_sync_module_buffers():
+                model._sync_buffers()
+                model.require_forward_param_sync = False  # as after the first forward pass without gradients
 
     @override
     def explain_exception(self, exception: BaseException) -> BaseException:

@@ -195,6 +195,11 @@ class HorovodStrategy(ParallelStrategy):
         return wrapped
 
     @override
+    def _sync_buffers_of_evaluation(self) -> None:
+        for buffers in self._buffers:
+            buffers.broadcast()
+
+    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns the optimizer.
 

@@ -7,7 +7,7 @@ calls ``coordinated_stop``.
 
 import signal
 import threading
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +29,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
+from lightning_strategies_ext.fabric.exact_evaluation import ExactLoader
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
@@ -53,6 +54,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
     """
 
     collectives: Collectives
+    _is_exact = False  # inside `exact_evaluation`
     checkpoint_io = atomic_checkpoint_io
 
     def __init__(
@@ -103,9 +105,37 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`."""
+        """Replaces the order of a user's random sampler with rank 0's order, see :class:`.SharedOrder`.
+
+        Inside :meth:`exact_evaluation`, it also makes the DataLoader return each sample on one rank only.
+        """
         share_orders(dataloader, lambda sampler: SharedOrder(sampler, self.broadcast, epoch=0))
-        return dataloader
+        is_exact = self._is_exact and self.world_size > 1
+        return ExactLoader(dataloader, self._sync_buffers_of_evaluation) if is_exact else dataloader
+
+    # --- evaluation ---
+
+    @contextmanager
+    def exact_evaluation(self) -> Iterator[None]:
+        """Makes DataLoaders that are set up in the block return each sample on one rank only, for evaluations.
+
+        Otherwise, distributed samplers repeat samples so that all ranks have the same number::
+
+            with fabric.strategy.exact_evaluation():
+                loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8))
+
+        Ranks may have different numbers of batches, or none. All ranks iterate over the DataLoader, under
+        ``torch.no_grad()``, call no collectives in the loop, and reduce sums and counts after it.
+        """
+        before, self._is_exact = self._is_exact, True
+        try:
+            yield
+        finally:
+            self._is_exact = before
+
+    @abstractmethod
+    def _sync_buffers_of_evaluation(self) -> None:
+        """Exchanges buffers in place of the first forward pass of an evaluation, which some ranks may not run."""
 
     # --- failures, stops ---
 

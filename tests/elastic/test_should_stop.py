@@ -1,4 +1,4 @@
-"""``trainer.should_stop`` on one rank ends an elastic training on all ranks, also after the ranks have changed."""
+"""``trainer.should_stop`` on one rank of an elastic training ends it on all ranks, also after ranks have changed."""
 
 import pytest
 

@@ -25,7 +25,7 @@ from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, va
 
 pytestmark = pytest.mark.processes
 
-#: Samples of two DataLoaders. Two ranks have eight and seven batches of the first; one and none of the second.
+#: Samples of two DataLoaders. Two ranks have eight and seven batches of the first, and one and none of the second.
 NUMBERS = (99, 1)
 BATCH_SIZE = 7
 STRATEGIES = {
