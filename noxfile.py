@@ -36,7 +36,8 @@ CORNERS = {
     "py310": Corner("3.10", "torch==2.5.1", "lightning==2.5.0"),
     "py311": Corner("3.11", "torch==2.7.1", "lightning==2.5.6"),
     "py312": Corner("3.12", "torch==2.8.0", "lightning==2.6.0"),
-    "py313": Corner("3.13", "torch", LIGHTNING),
+    "py313": Corner("3.13", "torch==2.15.0", LIGHTNING),
+    "torch214": Corner("3.11", "torch==2.14.1", LIGHTNING),
     "other_name": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), PYTORCH_LIGHTNING),
 }
 # Package index with smaller builds of torch than PyPI, for example CPU builds.

@@ -6,12 +6,13 @@ import gc
 import io
 import logging
 import multiprocessing
+import multiprocessing.process
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 #: Exit code of a process that its failure monitor has terminated.
@@ -26,6 +27,8 @@ _LEAK_REPORTER = "triton._C.libtriton"
 
 _must_fail = _is_quick = _has_unfreed = False
 _previous_excepthook: Any = None
+# Exception that has left the function of this process of multiprocessing; None before Python 3.13.
+_left: BaseException | None = None
 _excepthook_caller: "Finalize[None] | None" = None
 _handle_uncaught: Callable[[BaseException], BaseException]
 
@@ -33,9 +36,9 @@ _handle_uncaught: Callable[[BaseException], BaseException]
 def register_exit_handler(function: Callable[[], None], priority: int = _DEFAULT) -> "Finalize[None]":
     """Registers a function that this process calls once at its exit; ``cancel`` of the returned handler removes it.
 
-    Forked processes do not call it. Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers.
+    Forked processes do not call it. Before Python 3.13, a process of multiprocessing exits without ``atexit`` handlers.
     It calls multiprocessing's finalizers instead, those with a high priority first, also while an uncaught exception
-    propagates.
+    propagates. Later versions call both, when they have handled the exception.
     """
     finalizer = _ExitHandler(None, function, exitpriority=priority)
     atexit.register(finalizer)
@@ -91,6 +94,47 @@ def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None
     if _excepthook_caller is not None:
         _excepthook_caller.cancel()
     _excepthook_caller = register_exit_handler(_call_excepthook, RUN_FIRST)
+    if sys.version_info >= (3, 13):
+        _call_excepthook_during_propagation()
+
+
+def _call_excepthook_during_propagation() -> None:
+    """Makes a process of multiprocessing call the excepthook when an exception leaves its function.
+
+    Python 3.13 and later call exit handlers only afterwards, when they have dropped the exception.
+    """
+    code, pid = _process_function(), os.getpid()
+    monitoring: Any = getattr(sys, "monitoring", None)
+    tool = next((each for each in (4, 3) if monitoring.get_tool(each) in (None, __name__)), None)
+    if code is None or tool is None:
+        return
+
+    def on_unwind(unwound: CodeType, _: int, exception: BaseException) -> None:
+        if unwound is not code or os.getpid() != pid:  # a forked process inherits the callback
+            return
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, monitoring.events.PY_UNWIND, None)
+        monitoring.free_tool_id(tool)
+        global _left
+        _left = exception
+        _call_excepthook()
+        if _excepthook_caller is not None:
+            _excepthook_caller.cancel()
+
+    if monitoring.get_tool(tool) is None:
+        monitoring.use_tool_id(tool, __name__)
+    monitoring.register_callback(tool, monitoring.events.PY_UNWIND, on_unwind)
+    monitoring.set_events(tool, monitoring.events.PY_UNWIND)
+
+
+def _process_function() -> CodeType | None:
+    """Returns the code of the function that a process of multiprocessing runs, if this thread runs it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_back is not None:
+        if frame.f_back.f_code is multiprocessing.process.BaseProcess._bootstrap.__code__:  # type: ignore[attr-defined]
+            return frame.f_code
+        frame = frame.f_back
+    return None
 
 
 def _call_excepthook() -> None:
@@ -111,7 +155,7 @@ def _handle_and_show(kind: type[BaseException], value: BaseException, trace: Tra
 
 def _uncaught_exception() -> BaseException | None:
     """Returns the uncaught exception that ends a process of multiprocessing; None for an exit with code 0."""
-    exception = sys.exc_info()[1]
+    exception = _left or sys.exc_info()[1]
     return None if isinstance(exception, SystemExit) and not exception.code else exception
 
 

@@ -1,5 +1,6 @@
 """``shm``, and the caches of its library and of Horovod, on a machine with other users."""
 
+import ctypes
 import os
 import re
 import socket
@@ -29,6 +30,7 @@ from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_script
 
 OTHER_USER = 65_500
+_PR_SET_DUMPABLE = 4  # of prctl
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or give files away")
 
 
@@ -286,6 +288,8 @@ def effective_user(user: int) -> Iterator[None]:
         yield
     finally:
         os.seteuid(before)
+        # The kernel has made this process undumpable, so later tests could not open its memory in /proc.
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 @needs_root

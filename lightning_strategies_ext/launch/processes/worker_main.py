@@ -136,7 +136,7 @@ def serve(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | 
 def serve_in_fork(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | None = None) -> None:
     """Runs a worker like :func:`serve` in a forked process, with its own ``atexit`` handlers, and none of its parent.
 
-    A forked process exits without its handlers otherwise, unless multiprocessing of Python 3.14 has started it.
+    Otherwise a forked process exits without its handlers, unless multiprocessing (Python 3.13 or later) has started it.
     """
     atexit._clear()
     try:
