@@ -5,11 +5,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_strategies_ext.horovod.exchange_options import HorovodExchangeOptions
-from lightning_strategies_ext.horovod.gradient_exchange import exchanged_parameters, summable
+from lightning_strategies_ext.horovod.gradient_exchange import exchanged_parameters
 from lightning_strategies_ext.horovod.synchronize import synchronize
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
@@ -60,7 +61,7 @@ class AdasumExchange:
         if not self._process_set.included():
             return
         deltas = [values - start for values, start in zip(moved, starts, strict=True)]
-        wires = [delta.to(torch.float16) if self._is_compressed else summable(delta) for delta in deltas]
+        wires = [delta.to(torch.float16) if self._is_compressed else _summable(delta) for delta in deltas]
         begun_at_ns = 0 if self.observer is None else time.time_ns()
         handles = [
             self._hvd.allreduce_async_(wire, name=f"delta.{index}", op=self._hvd.Adasum, process_set=self._process_set)
@@ -72,3 +73,8 @@ class AdasumExchange:
         if self.observer is not None:
             num_bytes = sum(wire.nbytes for wire in wires)
             self.observer.on_exchange(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    """Returns a tensor with a dtype that Horovod sums."""
+    return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor

@@ -383,11 +383,6 @@ def exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
     return ((name, parameter) for name, parameter in module.named_parameters() if name not in excluded)
 
 
-def summable(tensor: Tensor) -> Tensor:
-    """Returns a tensor with a dtype that Horovod sums."""
-    return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
-
-
 def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Parameter, list[Parameter]]:
     parameters = parameters[::-1]  # a backward pass computes gradients from the last layer to the first
     max_group_size = len(parameters) if num_groups is None else -(-len(parameters) // num_groups) if num_groups else 1

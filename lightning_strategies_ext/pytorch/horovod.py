@@ -303,8 +303,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _share_buffers_of_step(self) -> None:
         exchange = self._stage_context.gradient_exchange
-        # As in DDP, not within an accumulation window.
-        if self._are_buffers_stale:
+        if self._are_buffers_stale:  # as in DDP, not within an accumulation window
             self._broadcast_buffers()
         self._are_buffers_stale = exchange is None or not exchange.is_held_back
 
@@ -380,8 +379,7 @@ class HorovodStrategy(ParallelStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits until all ranks have called it; in ``Trainer.save_checkpoint``, broadcasts the buffers of rank 0."""
         super().barrier(*args, **kwargs)
-        # Not in `save_checkpoint`, which a single rank may call.
-        if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":
+        if arguments.barrier_name(*args, **kwargs) == "Trainer.save_checkpoint":  # one rank may call the method alone
             self._broadcast_buffers(is_known_to_match=False)
 
     # --- teardown ---
