@@ -57,3 +57,20 @@ def test_other_samplers_are_left_alone() -> None:
         UnrepeatedDistributedSamplerWrapper(SequentialSampler(data), 2, 0, shuffle=False),
     ):
         samplers.share_orders(DataLoader(data, sampler=sampler), lambda found: pytest.fail(f"{found} is replaced"))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("is_wrapper", [False, True])
+def test_a_sampler_repeats_no_samples(number: int, is_wrapper: bool) -> None:
+    found: list[int] = []
+    for rank in range(3):
+        data = torch.arange(number)
+        sampler: DistributedSampler = (
+            DistributedSamplerWrapper(SequentialSampler(data), num_replicas=3, rank=rank, shuffle=True)
+            if is_wrapper
+            else DistributedSampler(data, 3, rank)
+        )
+        samplers.repeat_no_samples(sampler)
+        assert len(sampler) == len([*sampler])
+        found += [*sampler]
+    assert sorted(found) == [*range(number)]
