@@ -11,6 +11,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import IterableDataset
 
 from lightning_strategies_ext._lightning._patching import replace_method
 from lightning_strategies_ext._lightning.samplers import repeat_no_samples
@@ -20,13 +21,15 @@ class ExactSteps(Protocol):
     """Evaluation steps that ranks with fewer batches shadow, see :mod:`.uneven.exact_evaluation`.
 
     Attributes:
-        local: Numbers of batches of this rank, by DataLoader.
+        local: Largest numbers of batches of this rank, by DataLoader.
     """
 
-    local: list[int]
+    local: list[float]
 
-    def agree(self, numbers: Sequence[float], are_shards: Sequence[bool], *, is_sequential: bool) -> list[int] | None:
-        """Returns the number of steps of each DataLoader. Collective: all ranks call it."""
+    def agree(
+        self, numbers: Sequence[float], are_shards: Sequence[bool], are_streams: Sequence[bool], *, is_sequential: bool
+    ) -> list[float] | None:
+        """Returns the largest number of steps of each DataLoader. Collective: all ranks call it."""
 
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
         """Returns an object that replaces Lightning's fetcher in an evaluation."""
@@ -216,7 +219,12 @@ def evaluate_without_data(
         is_sequential = loader is not None and loader._mode == "sequential"
         if exact is not None and loader is not None:
             are_shards = [_sampler_of(each) in shards for each in loader.flattened]
-            steps = exact.agree(max_batches, are_shards, is_sequential=is_sequential or len(max_batches) == 1)
+            are_streams = [
+                num == inf or isinstance(getattr(each, "dataset", None), IterableDataset)
+                for num, each in zip(max_batches, loader.flattened, strict=True)
+            ]
+            is_one_by_one = is_sequential or len(max_batches) == 1
+            steps = exact.agree(max_batches, are_shards, are_streams, is_sequential=is_one_by_one)
             if steps is not None:
                 max_batches[:] = steps
                 return

@@ -7,7 +7,8 @@ ranks, as with ``uneven_inputs="join"``. It repeats its last batch, so that it t
 step, and what the step has changed is taken back. A rank without any batch of a DataLoader receives the first batch of
 another rank, which it shadows only.
 
-The ranks exchange their numbers of batches once, when the DataLoaders are created.
+The ranks exchange their numbers of batches once, when the DataLoaders are created. Whether a rank has another batch of
+an ``IterableDataset`` is known only when it is fetched, so ranks exchange this before each of its steps.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -100,7 +101,7 @@ class ExactEvaluation(ShadowedSteps):
         device: Device of the few numbers that ranks exchange.
 
     Attributes:
-        local: Numbers of batches of this rank, by DataLoader.
+        local: Largest numbers of batches of this rank, by DataLoader.
 
     Raises:
         UnevenInputsError: By any method, if DataLoaders cannot be evaluated exactly.
@@ -111,42 +112,41 @@ class ExactEvaluation(ShadowedSteps):
         self._trainer = trainer
         self._stage = stage
         self._values = values
-        self._lengths: list[list[int]] = []  # of each rank, by DataLoader
-        self.local: list[int] = []
+        self._lengths: list[list[float]] = []  # of each rank, by DataLoader; infinity for an `IterableDataset`
+        self.local: list[float] = []
         self._contributors: list[int] | None = None  # of the current step; None for all ranks, or outside a step
         self._next_contributors: list[int] | None = None
         self._is_first_step = False
 
-    def agree(self, numbers: Sequence[float], are_shards: Sequence[bool], *, is_sequential: bool) -> list[int] | None:
+    def agree(
+        self, numbers: Sequence[float], are_shards: Sequence[bool], are_streams: Sequence[bool], *, is_sequential: bool
+    ) -> list[float] | None:
         """Agrees on the number of steps of each DataLoader. Collective: all ranks call it.
 
         Args:
-            numbers: Number of batches of each DataLoader of this rank; infinity if unknown.
+            numbers: Largest number of batches of each DataLoader of this rank; infinity if there is no limit.
             are_shards: Whether the samples of each DataLoader are sharded without repetition.
+            are_streams: Whether each DataLoader has an ``IterableDataset``, or no length.
             is_sequential: Whether the evaluation has one DataLoader, or runs them one after the other.
 
         Returns:
-            Number of steps of each DataLoader; None if all ranks have the same number of batches, or if no DataLoader
-            is sharded without repetition.
+            Largest number of steps of each DataLoader; None if all ranks have the same number of batches, or if no
+            DataLoader is sharded without repetition, or has an ``IterableDataset``.
         """
         self._lengths, self.local = [], []
-        if not any(are_shards):
+        has_streams = any(are_streams) and is_sequential
+        if not any(are_shards) and not has_streams:
             return None
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        known = [inf if is_stream else number for number, is_stream in zip(numbers, are_streams, strict=True)]
+        own = torch.tensor(known, dtype=torch.float64, device=self._device)
         lengths = self._collectives.all_gather(own).view(self._world_size, -1).tolist()
-        if all(of_rank == lengths[0] for of_rank in lengths):
+        if all(of_rank == lengths[0] for of_rank in lengths) and not has_streams:
             return None
         if not is_sequential:
             raise UnevenInputsError(
                 "`exact_evaluation=True` cannot be combined with a CombinedLoader that takes a batch from each of"
                 " several DataLoaders: their shards have different numbers of batches. Use `mode='sequential'`, or"
                 " return a list of DataLoaders."
-            )
-        if any(length == inf for of_rank in lengths for length in of_rank):
-            raise UnevenInputsError(
-                "`exact_evaluation=True` cannot be combined with several DataLoaders of which one has an unknown number"
-                " of batches: the ranks cannot agree on the number of steps. Evaluate the `IterableDataset` in a call"
-                " of its own."
             )
         empty = [
             (rank, index)
@@ -160,9 +160,9 @@ class ExactEvaluation(ShadowedSteps):
                 f"Rank {rank} has no batch of DataLoader {index}, whose sampler is your own. Give each rank at least"
                 " one batch."
             )
-        self._lengths = [[*map(int, of_rank)] for of_rank in lengths]
-        self.local = self._lengths[self._rank]
-        return [max(of_ranks) for of_ranks in zip(*self._lengths, strict=True)]
+        self._lengths, self.local = lengths, [*numbers]
+        most = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
+        return [number if most == inf else int(most) for number, most in zip(numbers, most, strict=True)]
 
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
         """Returns an object that replaces Lightning's fetcher in an evaluation.
@@ -177,8 +177,9 @@ class ExactEvaluation(ShadowedSteps):
         """
         self._is_first_step = True
         self._next_contributors = None
-        lengths = [[int(min(length, limit)) for length in of_rank] for of_rank in self._lengths]
-        if all(of_rank == lengths[0] for of_rank in lengths):  # with the limit
+        has_streams = any(length == inf for length in self._lengths[0])
+        lengths = [[length if length == inf else min(length, limit) for length in each] for each in self._lengths]
+        if all(of_rank == lengths[0] for of_rank in lengths) and not (has_streams and draws_for_the_step):
             return fetcher
         if not draws_for_the_step:
             raise UnevenInputsError(
@@ -186,7 +187,13 @@ class ExactEvaluation(ShadowedSteps):
                 " ranks have different numbers of batches: the step fetches the batches itself. Use"
                 " `validation_step(self, batch, batch_idx)`."
             )
-        return EvaluationFetcher(fetcher, lengths, self._rank, self._collectives.broadcast, self._on_batch)
+        collectives = self._collectives.broadcast, self._ranks_with
+        return EvaluationFetcher(fetcher, lengths, self._rank, *collectives, self._on_batch)
+
+    def _ranks_with(self, has_batch: bool) -> list[int]:
+        """Returns the ranks that have another batch. Collective: all ranks call it."""
+        flags = self._collectives.all_gather(torch.tensor([int(has_batch)], device=self._device))
+        return flags.flatten().nonzero().flatten().tolist()
 
     def _on_batch(self, contributors: list[int]) -> None:
         self._next_contributors = None if len(contributors) == self._world_size else contributors
@@ -275,9 +282,10 @@ class EvaluationFetcher:
 
     Args:
         inner: Lightning's fetcher.
-        lengths: Numbers of batches of each rank, by DataLoader.
+        lengths: Numbers of batches of each rank, by DataLoader; infinity if unknown, then on all ranks.
         rank: Rank of this process.
         broadcast: Function that returns an object of a rank on every rank.
+        ranks_with: Collective that receives whether this rank has another batch, and returns the ranks that have one.
         on_batch: Function that is called before each step with the ranks that have a batch for it.
 
     Attributes:
@@ -288,16 +296,20 @@ class EvaluationFetcher:
     def __init__(
         self,
         inner: Any,
-        lengths: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[float]],
         rank: int,
         broadcast: Callable[[Any, int], Any],
+        ranks_with: Callable[[bool], list[int]],
         on_batch: Callable[[list[int]], None],
     ) -> None:
         self.inner = inner
         self.fetched = inner.fetched
         self.done = False
-        self._num_steps = sum(map(max, zip(*lengths, strict=True)))
-        self._items = self._generate([*zip(*lengths, strict=True)], rank, broadcast, on_batch)
+        self._lengths = [*zip(*lengths, strict=True)]
+        self._rank, self._world_size = rank, len(lengths)
+        self._ranks_with = ranks_with
+        self._next: Any = None  # the next item of the inner fetcher, if it has been fetched to see whether there is one
+        self._items = self._generate(broadcast, on_batch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -308,31 +320,36 @@ class EvaluationFetcher:
     def __next__(self) -> Any:
         item = next(self._items)
         self.fetched += 1
-        self.done = self.fetched >= self._num_steps
         return item
 
-    def _generate(
-        self,
-        lengths: list[tuple[int, ...]],
-        rank: int,
-        broadcast: Callable[[Any, int], Any],
-        on_batch: Callable[[list[int]], None],
-    ) -> Iterator[Any]:
-        for index, of_ranks in enumerate(lengths):
+    def _generate(self, broadcast: Callable[[Any, int], Any], on_batch: Callable[[list[int]], None]) -> Iterator[Any]:
+        for index in range(len(self._lengths)):
             batch: Any = None
-            for number in range(max(of_ranks)):
-                contributors = [each for each, length in enumerate(of_ranks) if length > number]
-                if rank in contributors:
-                    item = next(self.inner, None)
+            number, contributors = 0, self._contributors(index, 0)
+            while contributors:
+                is_shadowing = self._rank not in contributors
+                if not is_shadowing:
+                    item, self._next = self._next or next(self.inner, None), None
                     if item is None:  # Lightning's fetcher continues an interrupted evaluation
                         return
                     batch = item[0]
-                if not number and not all(of_ranks):
+                if not number and len(contributors) < self._world_size:
                     received = broadcast(batch, contributors[0])
-                    batch = batch if rank in contributors else received
+                    batch = received if is_shadowing else batch
+                following = self._contributors(index, number + 1)
+                self.done = not following and not any(map(any, self._lengths[index + 1 :]))
                 on_batch(contributors)
                 # A step may change the containers of its batch, for example by `batch.pop`.
-                yield _rebuilt(batch) if number + 1 >= of_ranks[rank] else batch, number, index
+                yield batch if self._rank in following else _rebuilt(batch), number, index
+                number, contributors = number + 1, following
+
+    def _contributors(self, index: int, number: int) -> list[int]:
+        """Returns the ranks with a batch of the number in a DataLoader."""
+        lengths = self._lengths[index]
+        if inf not in lengths:
+            return [rank for rank, length in enumerate(lengths) if length > number]
+        self._next = self._next or next(self.inner, None)
+        return self._ranks_with(self._next is not None and self._next[2] == index)
 
 
 def _rebuilt(batch: Any) -> Any:

@@ -140,7 +140,9 @@ def strategy_of(world_size: int, **kwargs: Any) -> Any:
     return DDPStrategy(exact_evaluation=True, process_group_backend="shm" if world_size == 2 else "gloo", **kwargs)
 
 
-def assert_equal_to_one_device(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def assert_equal_to_one_device(
+    one: dict[str, Any], ranks: list[dict[str, Any]], *, rank_0_has_most: bool = True
+) -> None:
     for rank in ranks:
         assert rank["values"] == pytest.approx(one["values"], rel=1e-5)
         assert rank["sums"] == one["sums"]
@@ -148,7 +150,8 @@ def assert_equal_to_one_device(one: dict[str, Any], ranks: list[dict[str, Any]])
         assert rank["buffers"] == ranks[0]["buffers"]
         assert not rank["is_shadowing"]
         assert rank["warnings"] == []
-    assert ranks[0]["gathered"] == one["gathered"]  # a rank that shadows a step drops what it has gathered in it
+    if rank_0_has_most:
+        assert ranks[0]["gathered"] == one["gathered"]  # a rank that shadows a step drops what it has gathered in it
     assert sorted(index for rank in ranks for index in rank["seen"]) == sorted(one["seen"])
     for label, indices in one["by_label"].items():
         assert sorted(index for rank in ranks for index in rank["by_label"][label]) == sorted(indices)
@@ -263,6 +266,49 @@ def test_options_of_the_trainer_and_the_data_loaders_apply_on_each_rank() -> Non
     assert (first["stream too"], second["stream too"]) == ([0, 2, 0, 2, 4], [1, 3, 1, 3, 5])
 
 
+class Shard(IterableDataset[Any]):
+    """Samples with the given indices."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = loader_of(16, 1).dataset
+        return (samples[index] for index in self.indices)
+
+
+#: For each evaluation, the samples of both ranks in each of its streams; a number stands for a DataLoader of its size.
+STREAMS: list[list[Any]] = [
+    [([0, 1, 2, 3, 4], [5, 6])],
+    [([7, 8, 9], [])],
+    [([], [1, 2, 3])],
+    [5, ([0, 1, 2], [])],
+    [([], [4, 5]), 3],
+    [([0], [1, 2, 3]), ([4, 5, 6, 7], []), ([], [8])],
+]
+
+
+def stream(parts: Any, rank: int | None) -> DataLoader[Any]:
+    if isinstance(parts, int):
+        return loader_of(parts, 2)
+    return DataLoader(Shard([*parts[0], *parts[1]] if rank is None else parts[rank]), batch_size=2)
+
+
+def evaluate_streams(world_size: int) -> list[dict[str, Any]]:
+    rank = None if world_size == 1 else int(os.environ["LOCAL_RANK"])
+    return [
+        evaluate(strategy_of(world_size), world_size, [stream(each, rank) for each in parts], **stage)
+        for stage in ({}, FIT)
+        for parts in STREAMS
+    ]
+
+
+@pytest.mark.processes
+def test_streams_of_different_lengths() -> None:
+    for one, *ranks in zip(evaluate_streams(1), *run_ranks(evaluate_streams, 2), strict=True):
+        assert_equal_to_one_device(one, ranks, rank_0_has_most=False)
+
+
 class Ragged(Scores):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.all_gather({"indices": batch[0]})
@@ -281,11 +327,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Scores], str]] = {
     ),
     "iterator": (lambda: loader_of(5, 1), Iterates, "takes `dataloader_iter`"),
     "parallel": (lambda: CombinedLoader([loader_of(5, 1)] * 2, "max_size"), Scores, "mode='sequential'"),
-    "stream": (
-        lambda: [loader_of(5, 1), DataLoader(Stream(0), batch_size=None)],
-        Scores,
-        "`IterableDataset` in a call",
-    ),
 }
 
 
@@ -374,10 +415,12 @@ def evaluate_over_horovod(world_size: int) -> list[dict[str, Any]]:
             HorovodStrategy(exact_evaluation=True) if world_size > 1 else "auto", world_size, *args, **kwargs
         )
 
+    rank = int(os.environ["HOROVOD_RANK"]) if world_size > 1 else None
     return [
         *(run(loader_of(number, batch_size)) for number, batch_size in [(101, 7), (1, 1), (5, 1)]),
         run([loader_of(8, 2), loader_of(1, 2)], stage="test"),
         *(run(loader_of(number, 1), **FIT) for number in (1, 5)),
+        run([stream(each, rank) for each in STREAMS[3]]),
         *([rows_over_horovod(3, 7), rows_over_horovod(3, 1)] if world_size > 1 else []),
     ]
 

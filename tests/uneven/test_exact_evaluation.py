@@ -3,6 +3,7 @@
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,19 +32,33 @@ class Batches:
         return next(self._items)
 
 
-def steps_of(rank: int, lengths: list[list[int]]) -> list[Any]:
+def steps_of(rank: int, lengths: list[list[int]], are_known: list[bool]) -> list[Any]:
     """Returns, for each step of a rank: batch, number, DataLoader, ranks with a batch, whether it is the last."""
     contributors: list[list[int]] = []
+    given = [[n if known else inf for n, known in zip(of_rank, are_known, strict=True)] for of_rank in lengths]
+    answers = iter(
+        [each for each, length in enumerate(of_ranks) if length > number]
+        for of_ranks, known in zip(zip(*lengths, strict=True), are_known, strict=True)
+        if not known
+        for number in range(max(of_ranks) + 1)
+    )
+
+    def ranks_with(has_batch: bool) -> list[int]:
+        ranks = next(answers)
+        assert has_batch == (rank in ranks)
+        return ranks
 
     def broadcast(batch: Any, src: int) -> Any:
         return {"at": (src, None, 0)}
 
-    fetcher = EvaluationFetcher(Batches(rank, lengths[rank]), lengths, rank, broadcast, contributors.append)
+    batches = Batches(rank, lengths[rank])
+    fetcher = EvaluationFetcher(batches, given, rank, broadcast, ranks_with, contributors.append)
     assert fetcher.name == "inner"
     steps = []
     for batch, number, index in fetcher:
         steps.append((batch["at"], number, index, contributors[-1], fetcher.done))
         del batch["at"]  # a step may change its batch
+    assert next(answers, None) is None
     return steps
 
 
@@ -52,13 +67,17 @@ def test_all_ranks_run_equally_many_steps_and_each_batch_once(seed: int) -> None
     generator = random.Random(seed)
     num_ranks, num_loaders = generator.randint(2, 4), generator.randint(1, 3)
     lengths = [[generator.randint(0, 4) for _ in range(num_loaders)] for _ in range(num_ranks)]
-    steps = [steps_of(rank, lengths) for rank in range(num_ranks)]
+    are_known = [generator.random() < 0.5 for _ in range(num_loaders)]
+    steps = [steps_of(rank, lengths, are_known) for rank in range(num_ranks)]
+    largest = [*map(max, zip(*lengths, strict=True))]
+    last = max((index for index, most in enumerate(largest) if most), default=0)
+    is_end_known = all(are_known[last + 1 :])  # otherwise the last step may be followed by a step of a later DataLoader
     expected = [
         (number, index) for index, of_ranks in enumerate(zip(*lengths, strict=True)) for number in range(max(of_ranks))
     ]
     for rank, of_rank in enumerate(steps):
         assert [(number, index) for _, number, index, _, _ in of_rank] == expected
-        assert [done for *_, done in of_rank] == [False] * (len(expected) - 1) + [True] * bool(expected)
+        assert [done for *_, done in of_rank] == [False] * (len(expected) - 1) + [is_end_known] * bool(expected)
         own = [at for at, _, _, contributors, _ in of_rank if rank in contributors]
         assert own == [(rank, index, number) for index, n in enumerate(lengths[rank]) for number in range(n)]
         shadowed = [(at, index) for at, _, index, contributors, _ in of_rank if rank not in contributors]
