@@ -229,7 +229,7 @@ def train_with_unused_parameters() -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(6):
         optimizer.zero_grad()
-        ddp(torch.full((2, 8), float(rank)), way=(step + rank) % 3 // 2).sum().backward()
+        ddp(torch.full((2, 8), float(rank)), branch=(step + rank) % 3 // 2).sum().backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
