@@ -147,7 +147,7 @@ class CoordinatedStop:
         return self._agreement is not None and self._agreement.must_stop_before_evaluation_step()
 
     def must_end(self, any_rank: Callable[[bool], bool]) -> bool:
-        """Returns whether a decision, before whose step ranks are, ends more than a training that stops early.
+        """Returns whether a decision whose step the ranks have reached ends more than a training that stops early.
 
         Collective: all ranks call it, after :meth:`has_decision_before_train_step` or the method for evaluation steps.
 

@@ -94,8 +94,8 @@ class Rendezvous:
         Args:
             ranks: Ranks that call this method.
         """
-        self._store.set(f"read/{self._rank}", "")
-        with suppress(RuntimeError):  # no answer in time, or the server of the store has exited
+        with suppress(RuntimeError):  # no reply in time, or the server of the store has exited
+            self._store.set(f"read/{self._rank}", "")
             self._store.wait([f"read/{rank}" for rank in ranks], timedelta(seconds=10))
 
     def connect(
