@@ -165,6 +165,29 @@ def shadow_evaluation_steps(trainer: Any, steps: ExactSteps) -> ExitStack:
     return stack
 
 
+def before_loader_results(trainer: Any, function: Callable[[bool], None]) -> Callable[[], None]:
+    """Calls ``function`` after the last step of each DataLoader of an evaluation, before its results are reduced.
+
+    ``run`` then calls ``_store_dataloader_outputs``, which also follows a DataLoader without batches. The progress
+    ``batch_progress.current`` counts the steps of one evaluation (2.5 to 2.6).
+
+    Args:
+        trainer: The Trainer.
+        function: Function that receives whether this rank has run a step of the evaluation.
+
+    Returns:
+        A function that reverts the change.
+    """
+    loop = _evaluation_loop_of(trainer)
+    store = loop._store_dataloader_outputs
+
+    def store_after_function() -> None:
+        function(loop.batch_progress.current.ready > 0)
+        store()
+
+    return replace_method(loop, "_store_dataloader_outputs", store_after_function)
+
+
 def _evaluation_loop_of(trainer: Any) -> Any:
     return {
         TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,

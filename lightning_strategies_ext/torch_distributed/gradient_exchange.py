@@ -152,9 +152,13 @@ class DDPGradientExchange:
         self._broadcast_buffers(contributors[0])
 
     def sync_buffers_of_forward(self) -> None:
-        """Broadcasts rank 0's buffers, if DDP's next forward pass would. Collective: all ranks call it."""
+        """Broadcasts rank 0's buffers, if DDP's next forward pass would, in its place.
+
+        Collective: all ranks call it, or run the forward pass.
+        """
         if self._model.will_sync_module_buffers():
-            self._broadcast_buffers(0)
+            self._model._sync_buffers()
+            self._model.require_forward_param_sync = False  # as after a forward pass without gradients
 
     def _broadcast_buffers(self, src: int) -> None:
         model = self._model

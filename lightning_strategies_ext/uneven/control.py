@@ -68,7 +68,10 @@ class GradientExchange(Protocol):
         """Broadcasts a contributor's buffers, if ranks use the buffers of rank 0 and rank 0 does not contribute."""
 
     def sync_buffers_of_forward(self) -> None:
-        """Broadcasts rank 0's buffers, if the next forward pass would. Collective: all ranks call it."""
+        """Broadcasts rank 0's buffers, if the next forward pass would, in its place.
+
+        Collective: all ranks call it, or run the forward pass.
+        """
 
 
 class UnevenInputsController(ShadowedSteps):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -75,6 +76,9 @@ def evaluate_together(
 ) -> ExitStack:
     """Makes all ranks run the hooks of the evaluations of a stage; with ``is_exact``, they evaluate every sample once.
 
+    During ``fit``, DDP's first forward pass of an evaluation broadcasts buffers. A rank without batches joins the
+    broadcast.
+
     Args:
         trainer: The Trainer.
         stage: The stage, on this rank.
@@ -88,7 +92,15 @@ def evaluate_together(
     if stage.size == 1:
         return ExitStack()
     exact = ExactEvaluation(trainer, stage, values, device) if is_exact else None
-    return trainer_data.evaluate_together(trainer, values.count_evaluating, exact)
+    changes = trainer_data.evaluate_together(trainer, values.count_evaluating, exact)
+    if trainer.state.fn == TrainerFn.FITTING:
+
+        def join_first_forward(has_run_step: bool) -> None:
+            if not has_run_step and stage.gradient_exchange is not None:
+                stage.gradient_exchange.sync_buffers_of_forward()
+
+        changes.callback(trainer_data.before_loader_results(trainer, join_first_forward))
+    return changes
 
 
 class ExactEvaluation(ShadowedSteps):

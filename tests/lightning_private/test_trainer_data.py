@@ -202,6 +202,25 @@ def test_a_rank_without_batches_runs_the_hooks_if_another_rank_has_batches() -> 
     assert called == ["validation", "predict"]
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((8,), [True]), ((0, 8), [False, True])])
+def test_a_function_runs_after_the_last_step_of_each_loader(sizes: tuple[int, ...], expected: list[bool]) -> None:
+    calls: list[tuple[bool, int]] = []
+    steps: list[int] = []
+
+    class Evaluates(MLP):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            steps.append(dataloader_idx)
+
+    module, trainer = Evaluates(), make_trainer("auto", devices=1)
+    module.allow_zero_length_dataloader_with_multiple_devices = True
+    trainer.state.fn = TrainerFn.VALIDATING
+    undo = trainer_data.before_loader_results(trainer, lambda has_run: calls.append((has_run, len(steps))))
+    trainer.validate(module, [loader(num_samples=size) for size in sizes], verbose=False)
+    undo()
+    assert [has_run for has_run, _ in calls] == expected
+    assert calls[-1][1] == len(steps)
+
+
 @pytest.mark.parametrize("is_whole_stage", [False, True])
 def test_a_rank_gets_an_empty_share_of_few_samples(is_whole_stage: bool) -> None:
     trainer = make_trainer("ddp_ext")

@@ -55,6 +55,9 @@ SET_ON_OBJECTS = {
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.run",
     ],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
+    "_lightning.trainer_data.before_loader_results": [
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop._store_dataloader_outputs"
+    ],
     "_lightning.trainer_data.evaluate_without_data": [
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.setup_data",
         "lightning.pytorch.loops.prediction_loop:_PredictionLoop.setup_data",
