@@ -36,7 +36,7 @@ _MODULES_WITHOUT_COLLECTIVES = "lightning_strategies_ext.failure"
 _END_OF_STAGE = object()
 #: Size of one rank's row, in bytes.
 SLOT_NUM_BYTES = 1 << 15
-_NAME = "lightning_strategies_ext_status"
+_MEMORY_NAME = "lightning_strategies_ext_status"
 _HEADER = struct.Struct("<II")  # length and checksum of the content
 #: Attempts of a reader to read a row that is being written.
 _ATTEMPTS = 5
@@ -173,7 +173,7 @@ class StatusTable:
         """
         num_bytes = SLOT_NUM_BYTES * len(ranks)
         if rank == min(ranks):
-            descriptor, path, name = _create(num_bytes)
+            descriptor, path, name = _create_memory(num_bytes)
             store.set(key, path)
             table = cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
             table._descriptor, table._name = descriptor, name  # open until `close`: another rank may open it later
@@ -220,18 +220,18 @@ class StatusTable:
         return None
 
 
-def _create(num_bytes: int) -> tuple[int, str, str | None]:
+def _create_memory(num_bytes: int) -> tuple[int, str, str | None]:
     """Creates memory. Returns its descriptor, the path by which ranks open it, and the path to remove, or None."""
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # a container may forbid it
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = os.memfd_create(_MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             if os.access(path, os.R_OK | os.W_OK) and _is_dumpable():
                 os.ftruncate(descriptor, num_bytes)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
                 return descriptor, path, None
             os.close(descriptor)
-    descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}_")
+    descriptor, path = tempfile.mkstemp(prefix=f"{_MEMORY_NAME}_")
     os.ftruncate(descriptor, num_bytes)
     return descriptor, path, path
 
@@ -247,8 +247,8 @@ def _is_status_table(descriptor: int, path: str, num_bytes: int) -> bool:
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     if not is_own or not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
         return False
-    if os.path.basename(path).startswith(_NAME):
+    if os.path.basename(path).startswith(_MEMORY_NAME):
         return True
     # A process that truncated unsealed memory would end this process by a SIGBUS.
-    is_memory = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")
+    is_memory = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_MEMORY_NAME}")
     return is_memory and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _SEALS
