@@ -15,8 +15,8 @@ from lightning_strategies_ext._system.frames import FrameDecoder
 from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, RngState
 from lightning_strategies_ext.launch.protocol import SendSignal
 from lightning_strategies_ext.launch.ray import cluster, worker_link
+from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 from lightning_strategies_ext.launch.ray.link_frames import decode_message
-from lightning_strategies_ext.launch.ray.resources import ResourceDemand
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
 from tests.launch.link_connections import NUMBER, connect, wait_for
 from tests.support.models import MLP, loader, make_trainer
