@@ -46,19 +46,11 @@ def assign_ranks(
     """
     assert strategy.cluster_environment is not None
     devices = strategy.parallel_devices or []
-    rank_info = current_rank_info()
+    rank_info = ray_train_rank_info()
     if rank_info is not None:
-        check_compatible(
-            rank_info,
-            type(strategy).__name__,
-            starts_ranks=starts_ranks,
-            num_devices=len(devices),
-            process_group_backend=backend,
-            process_group_options=options,
-            timeout=timeout,
-        )
+        _check_compatible_with_ray_train(rank_info, strategy, backend, options, timeout, starts_ranks=starts_ranks)
         backend = dist.get_backend()
-        use_rank_info(strategy, rank_info, current_device())
+        use_rank_info(strategy, rank_info, _ray_train_device())
     else:
         strategy.parallel_devices = devices_of_ranks(devices, strategy.cluster_environment, strategy.num_nodes)
         if process_group.has_others() and strategy.num_nodes * strategy.num_processes == 1:
@@ -108,13 +100,13 @@ def no_device_error(devices: Sequence[torch.device], local_rank: int) -> Runtime
 # --- processes whose ranks come from Ray ---
 
 
-def current_rank_info() -> WorkerRankInfo | None:
+def ray_train_rank_info() -> WorkerRankInfo | None:
     """Returns this process's rank among the workers of a ``TorchTrainer``, or None if it is not one of them.
 
     Does not import Ray: a worker has already imported it. The number of hosts is computed as if all hosts had as many
     ranks as this one.
     """
-    context = _context()
+    context = _ray_train_context()
     if context is None:
         return None
     world_size, local_world_size = context.get_world_size(), context.get_local_world_size()
@@ -130,37 +122,37 @@ def current_rank_info() -> WorkerRankInfo | None:
     )
 
 
-def check_compatible(
+def _check_compatible_with_ray_train(
     rank_info: WorkerRankInfo,
-    strategy: str,
+    strategy: LightningDDPStrategy,
+    backend: str | None,
+    options: Any,
+    timeout: timedelta | None,
     *,
     starts_ranks: bool,
-    num_devices: int,
-    process_group_backend: str | None,
-    process_group_options: Any,
-    timeout: timedelta | None,
 ) -> None:
-    """Checks arguments of the Trainer and of its strategy, whose class is named ``strategy``.
+    """Checks arguments of the Trainer and of its strategy, see :func:`assign_ranks`.
 
     Raises:
         ValueError: If an argument contradicts what Ray Train has set up, or the strategy starts ranks itself.
     """
     if starts_ranks:
         raise ValueError(
-            f"`{strategy}` starts ranks, but Ray Train has started them already. Use `strategy='ddp_ext'` in the"
-            " training function of a TorchTrainer."
+            f"`{type(strategy).__name__}` starts ranks, but Ray Train has started them already. Use"
+            " `strategy='ddp_ext'` in the training function of a TorchTrainer."
         )
-    backend = dist.get_backend()
-    refused = [f"process_group_backend={process_group_backend!r}"] * (process_group_backend not in (None, backend))
-    refused += [f"process_group_options={process_group_options!r}"] * (process_group_options is not None)
+    used = dist.get_backend()
+    refused = [f"process_group_backend={backend!r}"] * (backend not in (None, used))
+    refused += [f"process_group_options={options!r}"] * (options is not None)
     refused += [f"timeout={timeout!r}"] * (timeout != DEFAULT_TIMEOUT)
     if refused:
         raise ValueError(
-            f"`{refused[0]}`: Ray Train has already created the process group, with backend {backend!r}. Omit the"
+            f"`{refused[0]}`: Ray Train has already created the process group, with backend {used!r}. Omit the"
             " argument, and pass `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the"
             " TorchTrainer."
         )
-    if current_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
+    num_devices = len(strategy.parallel_devices or [])
+    if _ray_train_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
         raise ValueError(
             f"`devices={num_devices}`: Ray Train has started {rank_info.local_world_size} of its"
             f" {rank_info.world_size} workers on this host. Omit the argument: `ScalingConfig(num_workers=...)` sets"
@@ -168,7 +160,7 @@ def check_compatible(
         )
 
 
-def current_device() -> torch.device:
+def _ray_train_device() -> torch.device:
     """Returns the device that Ray Train has assigned to this process."""
     from ray.train.torch import get_device
 
@@ -176,7 +168,7 @@ def current_device() -> torch.device:
     return device
 
 
-def _context() -> Any:
+def _ray_train_context() -> Any:
     train = sys.modules.get("ray.train")
     if train is None or not dist.is_available() or not dist.is_initialized():
         return None

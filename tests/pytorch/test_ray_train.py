@@ -108,7 +108,7 @@ def test_fit_trains_as_in_spawned_workers_and_an_error_reaches_the_torch_trainer
 def test_the_main_process_is_none_of_its_workers():
     import ray.train  # noqa: F401
 
-    assert rank_assignment.current_rank_info() is None
+    assert rank_assignment.ray_train_rank_info() is None
     trainer = make_trainer("ddp_spawn_ext", max_epochs=1)
     trainer.fit(MLP(), loader())
     assert trainer.global_step == 8
