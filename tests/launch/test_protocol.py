@@ -118,7 +118,7 @@ def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> Non
     server = LinkServer("127.0.0.1")
     link: WorkerLink = server.expect(1, lambda: None)
     with connect(server, 1) as worker:
-        wait_for(lambda: link.is_connected)
+        wait_for(lambda: link.connection is not None)
         frames = FrameDecoder()
         for message in LINK_TO_WORKER:
             link.send(message)
@@ -148,7 +148,7 @@ def test_a_link_that_sends_invalid_data_is_closed(frame: bytes) -> None:
     server = LinkServer("127.0.0.1")
     link = server.expect(1, lambda: None)
     with connect(server, 1) as worker:
-        wait_for(lambda: link.is_connected)
+        wait_for(lambda: link.connection is not None)
         worker.sendall(frame)
         assert link.closed.wait(60)
         assert worker.recv(1) == b""

@@ -94,28 +94,20 @@ class WorkerLink:
         on_update: Callable that another thread calls when a message has arrived, and when the link is closed.
 
     Attributes:
+        connection: Connection of the worker; None until it has connected, and after the link was closed.
         closed: Event that is set when the link is closed.
         messages: Received messages, the oldest first.
     """
 
     def __init__(self, on_update: Callable[[], None]) -> None:
+        self.connection: socket.socket | _RelayedSocket | None = None
         self.closed = threading.Event()
         self.messages: deque[ReadyToJoin | JoinedWorld] = deque()
         self._on_update = on_update
-        self._connected: socket.socket | _RelayedSocket | None = None
         self._num_bytes = 0
         self._received = threading.Condition()
         self._frames = FrameDecoder()
         self._decoders = {is_error: codecs.getincrementaldecoder("utf-8")("replace") for is_error in (False, True)}
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the worker has connected, and the link is not closed."""
-        return self._connected is not None
-
-    def connect(self, connected: "socket.socket | _RelayedSocket") -> None:
-        """Sets the connection of the worker."""
-        self._connected = connected
 
     def send(self, message: LinkMessageToWorker) -> None:
         """Sends the worker a message, if the link is connected."""
@@ -124,10 +116,10 @@ class WorkerLink:
     def send_bytes(self, data: bytes) -> None:
         """Sends the worker bytes, if the link is connected."""
         # In one call and without a lock, because signal handlers send too: they run before or after the call.
-        connected = self._connected
-        if connected is not None:
+        connection = self.connection
+        if connection is not None:
             with suppress(OSError):
-                connected.sendall(data)
+                connection.sendall(data)
 
     def receive(self, data: bytes) -> None:
         """Handles received data: prints output, and stores messages.
@@ -164,9 +156,9 @@ class WorkerLink:
 
     def close(self) -> None:
         """Closes the link. A second call is a no-op."""
-        if self._connected is not None:
-            self._connected.close()
-            self._connected = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
         if not self.closed.is_set():
             self.closed.set()
             with self._received:
@@ -258,7 +250,7 @@ class LinkServer:
             return False
         connected.setblocking(True)
         _enable_keepalive(connected)
-        link.connect(connected)
+        link.connection = connected
         self._loop.add(connected, partial(self._receive, connected, link))
         return False
 
@@ -274,7 +266,7 @@ class LinkServer:
         if len(number) < _NUMBER.size or not hmac.compare_digest(proof, _proof(self.secret, state.challenge, number)):
             return None
         link = self.links.get(*_NUMBER.unpack(number))
-        return None if link is None or link.is_connected or link.closed.is_set() else link
+        return None if link is None or link.connection is not None or link.closed.is_set() else link
 
     def _receive(self, connected: socket.socket, link: WorkerLink) -> bool:
         data = b""
@@ -314,7 +306,7 @@ class RelayedLinkServer:
 
         link = self.links[number] = WorkerLink(on_update)
         ray.get(self._relay.expect.remote(number))
-        link.connect(_RelayedSocket(self._relay, number))
+        link.connection = _RelayedSocket(self._relay, number)
         return link
 
     def close(self) -> None:
