@@ -45,8 +45,7 @@ from lightning_strategies_ext.launch.protocol import (
     WorkerSetup,
     WorldMembers,
 )
-from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
-from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink, decode_message, encode_message
 from lightning_strategies_ext.launch.transport.channel import Channel
 from lightning_strategies_ext.launch.transport.pickling import dump
 from tests.launch.link_connections import connect, wait_for

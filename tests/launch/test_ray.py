@@ -16,8 +16,7 @@ from lightning_strategies_ext.launch.processes.process_settings import RemotePro
 from lightning_strategies_ext.launch.protocol import SendSignal
 from lightning_strategies_ext.launch.ray import cluster, worker_link
 from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
-from lightning_strategies_ext.launch.ray.link_frames import decode_message
-from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink, decode_message
 from tests.launch.link_connections import NUMBER, connect, wait_for
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script, start_script

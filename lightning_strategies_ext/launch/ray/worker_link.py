@@ -13,6 +13,7 @@ Limitations: links are not encrypted, as Ray's own connections are not.
 
 import codecs
 import hmac
+import json
 import math
 import secrets
 import socket
@@ -23,20 +24,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_strategies_ext._system.frames import FrameDecoder
+from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import (
     JoinedWorld,
+    JoinPending,
+    LinkMessage,
     LinkMessageToMain,
     LinkMessageToWorker,
+    PeerLost,
+    RankAssignment,
     ReadyToJoin,
+    SendSignal,
     WorkerOutput,
+    WorldMembers,
 )
-from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 
 #: Seconds to wait until the main process has printed a worker's output.
 FLUSH_TIMEOUT_S = 2.0
@@ -50,6 +57,44 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
 _MAX_UNPROVED = 64
+#: Kinds of frames.
+_STDOUT, _STDERR, _JSON = 1, 2, 3
+_FROM_FIELDS: dict[str, Callable[..., LinkMessage]] = {
+    kind.__name__: kind for kind in (ReadyToJoin, RankAssignment, JoinPending, SendSignal, PeerLost)
+}
+
+
+def encode_message(message: LinkMessage) -> bytes:
+    """Returns the frame of a message."""
+    if isinstance(message, WorkerOutput):
+        return encode_frame(message.data, _STDERR if message.is_error else _STDOUT)
+    return encode_frame(json.dumps([type(message).__name__, asdict(message)]).encode(), _JSON)
+
+
+def decode_message(kind: int, data: bytes) -> LinkMessage:
+    """Returns the message in a frame of :func:`encode_message`.
+
+    Data from a link is never unpickled: otherwise a process with access to the network between hosts could run code.
+
+    Args:
+        kind: Kind of the frame.
+        data: Contents of the frame.
+
+    Raises:
+        ValueError: If the frame contains no message.
+    """
+    if kind in (_STDOUT, _STDERR):
+        return WorkerOutput(kind == _STDERR, data)
+    name, fields = json.loads(data) if kind == _JSON else (str(kind), {})
+    if name == "JoinedWorld":
+        return JoinedWorld(Member.from_dict(fields["member"]))
+    if name == "WorldMembers":
+        return WorldMembers(fields["members"] and [Member.from_dict(member) for member in fields["members"]])
+    if name not in _FROM_FIELDS:
+        raise ValueError(f"unknown message {name!r}")
+    if name == "RankAssignment" and isinstance(fields["store"], list):
+        fields["store"] = tuple(fields["store"])
+    return _FROM_FIELDS[name](**fields)
 
 
 def connect_worker(address: tuple[str, int], secret: bytes, number: int) -> socket.socket:
