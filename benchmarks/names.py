@@ -11,7 +11,7 @@ package from here::
 When a name is renamed or moved, put its new location first in its row of :data:`NAMES`, keep the old one behind it, and
 rename the key. Locations have the form ``module:attribute``, where the module is below the package:
 
-- a module, class, function or constant: ``"failure.status_table:StatusTable", "failure.board:Board"``;
+- a module, class, function or constant: ``"failure.local_status:StatusTable", "failure.status_table:StatusTable"``;
 - a method: ``"failure.remote_status:RemoteStatus.publish", "failure.hosts:Hosts.tell"`` under the key
   ``publish_remote``, which is then called as ``names.publish_remote(hosts, ...)``;
 - a keyword argument: ``":DDPStrategy(hang_timeout)", ":DDPStrategy(patience)"`` under the key ``hang_timeout``. The
@@ -51,9 +51,17 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     # Failure monitor, for `benchmarks.failure_monitor`.
     "ThreadActivity": ("failure.thread_activity:ThreadActivity", "failure.activity:Activity"),
-    "StatusTable": ("failure.status_table:StatusTable", "failure.board:Board"),
-    "open_status_table": ("failure.status_table:StatusTable.open_for_host", "failure.board:Board.of_host"),
-    "SLOT_NUM_BYTES": ("failure.status_table:SLOT_NUM_BYTES", "failure.board:SLOT_NUM_BYTES"),
+    "StatusTable": ("failure.local_status:StatusTable", "failure.status_table:StatusTable", "failure.board:Board"),
+    "open_status_table": (
+        "failure.local_status:StatusTable.open_for_host",
+        "failure.status_table:StatusTable.open_for_host",
+        "failure.board:Board.of_host",
+    ),
+    "SLOT_NUM_BYTES": (
+        "failure.local_status:SLOT_NUM_BYTES",
+        "failure.status_table:SLOT_NUM_BYTES",
+        "failure.board:SLOT_NUM_BYTES",
+    ),
     "HEARTBEAT_INTERVAL_S": ("failure.local_status:HEARTBEAT_INTERVAL_S", "failure.host_signs:INTERVAL_S"),
     "RemoteStatus": ("failure.remote_status:RemoteStatus", "failure.hosts:Hosts"),
     "publish_remote": ("failure.remote_status:RemoteStatus.publish", "failure.hosts:Hosts.tell"),

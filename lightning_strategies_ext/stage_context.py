@@ -25,7 +25,6 @@ from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exchange_log import ExchangeLog
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
-from lightning_strategies_ext.failure.lone_calls import advise_on_timeout
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
@@ -297,7 +296,8 @@ class StageContext:
                 error = RankFailedError(failure_report.full_report(failure), failure.kind == "hang")
                 self.failure_monitor.was_raised = True
         if error is None:
-            advise_on_timeout(exception)
+            if self.failure_monitor is not None:
+                failure_report.advise_on_timeout(exception, self.failure_monitor.observe())
             return exception
         error.__cause__ = exception
         return error

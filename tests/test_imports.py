@@ -39,6 +39,7 @@ WITHOUT_LIGHTNING = (
     *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "_system/peers.py", "nested.py"),
     *("torch_distributed/process_group.py", "torch_distributed/backend_checks.py", "torch_distributed/compression"),
     "torch_distributed/exchange_timer.py",
+    *("launch/ray/cluster.py", "launch/ray/worker_link.py"),  # the others there require Ray or a POSIX system
     "monitoring",
 )
 

@@ -212,25 +212,6 @@ class LoneBarrierDetector:
         return True
 
 
-def describe_others(observed: Observation) -> str:
-    """Returns what the other ranks have done instead of calling a collective, as a sentence; empty if it is unknown.
-
-    The observer calls a collective, within its stage or after it.
-    """
-    own, of_text = observed.own, dict[str, list[int]]()
-    for rank, status in observed.statuses.items():
-        if rank == observed.rank:
-            continue
-        if status.state == "exited" or rank in observed.exited_ranks:
-            of_text.setdefault("exited", []).append(rank)
-        elif status.stage > own.stage:
-            of_text.setdefault(f"started the next stage ({status.stage_and_step})", []).append(rank)
-        elif status.state == "finished":
-            of_text.setdefault("finished the stage", []).append(rank)
-    parts = [f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}" for text, ranks in of_text.items()]
-    return "; ".join(parts)
-
-
 def ranks_done_with_stage(observed: Observation) -> set[int]:
     """Returns the ranks that have finished the stage of the observer, failed in it, or exited."""
     stage = observed.own.stage

@@ -175,11 +175,9 @@ class FailureMonitor:
     def start_stop_agreement(self, *, is_requested: bool) -> StopAgreement:
         """Starts an agreement on the last step of the stage, see :class:`.StopAgreement`. Collective."""
         with self._lock:
-            own = self._local_status.own
-            number = (own.stage, 0)
-            if own.stop_vote is not None and own.stop_vote.agreement_id[0] == own.stage:
-                number = (own.stage, own.stop_vote.agreement_id[1] + 1)
-            self._agreement = StopAgreement(number, is_requested=is_requested, notify=self._loop.wake)
+            stage, vote = self._local_status.own.stage, self._local_status.own.stop_vote
+            number = vote.agreement_id[1] + 1 if vote is not None and vote.agreement_id[0] == stage else 0
+            self._agreement = StopAgreement((stage, number), is_requested=is_requested, notify=self._loop.wake)
             self.publish()
             return self._agreement
 
@@ -380,6 +378,11 @@ def current_monitor() -> FailureMonitor | None:
 def known_failure() -> Failure | None:
     """Returns the first failure that this process knows of, or None."""
     return None if _of_process is None else _of_process.failure
+
+
+def lone_call_text() -> str:
+    """Returns :func:`.failure_report.lone_call_text` for the user's call in this process; empty without a monitor."""
+    return "" if _of_process is None else failure_report.lone_call_text(_of_process.observe(), _of_process.call_site())
 
 
 def announce_uncaught(exception: BaseException) -> BaseException:

@@ -1,4 +1,7 @@
-"""Failure report: one block, printed last, that names the first failure; each rank's file has the details."""
+"""Failure report: one block, printed last, that names the first failure; each rank's file has the details.
+
+Errors of collectives are completed here too: with the ranks that have not called the collective, and with advice.
+"""
 
 import os
 import re
@@ -18,7 +21,8 @@ from torch.distributed import DistBackendError
 
 from lightning_strategies_ext._system import flight_recorder
 from lightning_strategies_ext._system.call_sites import user_code_frames
-from lightning_strategies_ext.failure.rank_status import Failure
+from lightning_strategies_ext.failure.failure_detector import Observation
+from lightning_strategies_ext.failure.rank_status import Failure, format_ranks
 
 #: Directory of the files, below the working directory or the Trainer's root directory.
 DIRECTORY = "failures"
@@ -229,11 +233,6 @@ def is_collective_error(exception: BaseException) -> bool:
     return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(_message(exception)) is not None
 
 
-def is_timeout(exception: BaseException) -> bool:
-    """Returns whether a collective's exception says that its timeout has passed."""
-    return _TIMEOUT_PATTERN.search(_message(exception)) is not None
-
-
 def is_peer_loss(exception: BaseException) -> bool:
     """Returns whether a collective's exception says that another rank has exited, which may publish the reason."""
     return _PEER_LOSS_PATTERN.search(_message(exception)) is not None
@@ -256,3 +255,65 @@ def advise(exception: BaseException, advice: str) -> None:
 def advice_of(exception: BaseException) -> str:
     """The line of advice on an exception; empty if there is none."""
     return str(vars(exception).get(_ADVICE, ""))
+
+
+# --- ranks that have not called a collective ---
+
+
+def lone_call_text(observed: Observation, call_site: str) -> str:
+    """Returns sentences with the user's call and what the other ranks did instead; empty if they may have called it."""
+    others = _describe_others(observed)
+    if not others:
+        return ""
+    called = f" Rank {observed.rank} has called it at {call_site}." if call_site else ""
+    return f"{called} Meanwhile, {others}. Call it on all ranks."
+
+
+def _describe_others(observed: Observation) -> str:
+    """Returns what the other ranks have done instead of calling a collective, as a sentence; empty if it is unknown.
+
+    The observer calls a collective, within its stage or after it.
+    """
+    own, of_text = observed.own, dict[str, list[int]]()
+    for rank, status in observed.statuses.items():
+        if rank == observed.rank:
+            continue
+        if status.state == "exited" or rank in observed.exited_ranks:
+            of_text.setdefault("exited", []).append(rank)
+        elif status.stage > own.stage:
+            of_text.setdefault(f"started the next stage ({status.stage_and_step})", []).append(rank)
+        elif status.state == "finished":
+            of_text.setdefault("finished the stage", []).append(rank)
+    parts = [f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}" for text, ranks in of_text.items()]
+    return "; ".join(parts)
+
+
+def advise_on_timeout(exception: BaseException, observed: Observation) -> None:
+    """Puts the ranks that have not joined a collective before the message of its timeout. Otherwise a no-op."""
+    if _TIMEOUT_PATTERN.search(_message(exception)) and (text := describe_absent(observed)):
+        advise(exception, text)
+
+
+def describe_absent(observed: Observation) -> str:
+    """Returns the ranks of the observer's stage that wait in no collective, as sentences; empty without such ranks.
+
+    The observer has waited in a collective until its timeout.
+    """
+    own = observed.own
+    absent = [
+        status
+        for rank, status in sorted(observed.statuses.items())
+        if rank != own.rank
+        and (status.state, status.stage) == ("running", own.stage)
+        and not status.in_collective_s
+        and status.num_started <= own.num_started
+    ]
+    if not absent:
+        return ""
+    first, ranks = absent[0], format_ranks(status.rank for status in absent)
+    where = first.user_frames[-1] if first.user_frames else first.stage_and_step
+    return (
+        f"{ranks[0].upper()}{ranks[1:]} {'has' if len(absent) == 1 else 'have'} not joined a collective in which rank"
+        f" {own.rank} has waited until its timeout. Rank {first.rank} runs {where}. If this takes longer than the"
+        " argument `timeout`, increase the argument."
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
-from lightning_strategies_ext.failure.lone_calls import lone_call_text
+from lightning_strategies_ext.failure.failure_monitor import lone_call_text
 from lightning_strategies_ext.horovod.synchronize import synchronize
 
 _OPS = {

@@ -4,12 +4,13 @@ Unlike in :class:`.DDPSpawnStrategy`, Ray places the workers (:mod:`.launch.ray`
 placement: the workers on one host are its local ranks.
 """
 
+import math
 import os
 import socket
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -18,8 +19,12 @@ from typing_extensions import override
 
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
-from lightning_strategies_ext.launch.ray.cluster import check_address, check_ray_installed
-from lightning_strategies_ext.launch.ray.resources import PlacementStrategy, ResourceDemand, check_resource_arguments
+from lightning_strategies_ext.launch.ray.cluster import (
+    PlacementStrategy,
+    ResourceDemand,
+    check_address,
+    check_ray_installed,
+)
 from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.rank_assignment import use_rank_info
@@ -90,7 +95,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
                 raise ValueError(
                     f"`{name}={value!r}` cannot be combined with `ddp_ray_ext`: {reason}. Omit the argument."
                 )
-        check_resource_arguments(
+        _check_resource_arguments(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement_strategy
         )
         if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
@@ -200,6 +205,44 @@ class DDPRayStrategy(DDPSpawnStrategy):
         kind = self.parallel_devices[0].type
         # A worker sees only the GPUs that Ray has assigned to it.
         use_rank_info(self, rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
+
+
+def _check_resource_arguments(
+    num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement_strategy: Any
+) -> None:
+    """Checks the strategy's arguments about workers, without a cluster.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is invalid.
+    """
+    if num_workers is not None and (not isinstance(num_workers, int) or isinstance(num_workers, bool)):
+        raise TypeError(f"`num_workers` must be an int or None, got {num_workers!r}.")
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"`num_workers={num_workers!r}` must be at least 1.")
+    resources = {} if resources is None else resources
+    if not isinstance(resources, Mapping):
+        raise TypeError(f"`resources_per_worker` must be a dict such as {{'fast': 1}}, got {resources!r}.")
+    for name in ("CPU", "GPU"):
+        if name in resources:
+            raise ValueError(f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead.")
+    amounts = {"num_cpus_per_worker": num_cpus, "num_gpus_per_worker": 0 if num_gpus is None else num_gpus}
+    amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
+    for name, amount in amounts.items():
+        if not isinstance(amount, (int, float)) or isinstance(amount, bool):
+            raise TypeError(f"`{name}` must be a number, got {amount!r}.")
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"`{name}={amount!r}` must be finite and not negative.")
+        if amount > 1 and amount != int(amount):
+            raise ValueError(f"`{name}={amount!r}`: Ray supports fractions only below 1. Use a whole number.")
+    if not num_cpus:
+        raise ValueError(
+            "`num_cpus_per_worker=0`: a worker requires CPU time. Use a fraction if several workers share a CPU."
+        )
+    if placement_strategy not in get_args(PlacementStrategy):
+        raise ValueError(
+            f"`placement_strategy={placement_strategy!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts)."
+        )
 
 
 def _output_directories(trainer: "pl.Trainer") -> list[str]:

@@ -4,7 +4,9 @@ Over ``shm`` the batch is part of the operation's identity (:mod:`lightning_stra
 engines, each rank records the batches of its exchanges, and the failure monitors compare the records.
 """
 
+import time
 from collections import deque
+from typing import Final
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -12,10 +14,15 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext._lightning import trainer_stages
-from lightning_strategies_ext.failure.exchange_check import check_exchanges
+from lightning_strategies_ext.exceptions import RankFailedError
+from lightning_strategies_ext.failure.failure_detector import diagnose_mismatch
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
+
+#: Seconds that a rank waits for equal statuses of the ranks of its host: two status intervals.
+_STATUS_TIMEOUT_S: Final = 0.5
+_POLL_S: Final = 0.002
 
 
 def compare_exchanges(context: StageContext, trainer: "pl.Trainer", *, in_exchange: bool) -> None:
@@ -38,12 +45,27 @@ def compare_exchanges(context: StageContext, trainer: "pl.Trainer", *, in_exchan
 def check_recorded_exchanges(context: StageContext) -> None:
     """Compares the exchanges that ranks have recorded; a no-op if they record none, or after a failure of this rank.
 
+    Called where wrong weights would be stored or returned. All ranks call it at the same point, and then it takes
+    milliseconds. It is no collective: a rank that calls it alone waits for half a second.
+
     Raises:
-        RankFailedError: If ranks are known to have exchanged gradients of different batches.
+        RankFailedError: If this rank and another have exchanged gradients of different batches, as far as is known.
     """
-    is_failed = context.local_collectives is not None
-    if context.exchange_log is not None and context.failure_monitor is not None and not is_failed:
-        check_exchanges(context.exchange_log, context.failure_monitor)
+    log, monitor = context.exchange_log, context.failure_monitor
+    if log is None or monitor is None or context.local_collectives is not None:
+        return
+    monitor.publish()
+    deadline = time.monotonic() + _STATUS_TIMEOUT_S
+    while True:
+        observed = monitor.observe()
+        failure = diagnose_mismatch(observed, log) or monitor.failure
+        if failure is not None and failure.kind == "mismatch":
+            raise RankFailedError(f"The ranks have exchanged gradients of different batches: {failure.headline}.")
+        local = [status.exchanges for rank, status in observed.statuses.items() if observed.is_local(rank)]
+        totals = {None if each is None else (each.stage, each.count, each.digest) for each in local}
+        if len(totals) == 1 or time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
 
 
 def compare_ddp_exchanges(context: StageContext, trainer: "pl.Trainer", model: Module | None) -> None:

@@ -1,16 +1,24 @@
-"""Assignment of ranks and devices to the processes of a DDP strategy, before the strategy starts processes."""
+"""Assignment of ranks and devices to the processes of a DDP strategy, before the strategy starts processes.
 
+The ranks come from the cluster environment, or from Ray: for workers of a ``TorchTrainer`` of Ray Train, which have a
+process group before they create a Trainer, and for workers of ``ddp_ray_ext``.
+"""
+
+import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
+from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo
-from lightning_strategies_ext.launch.ray import ray_train
 from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
 from lightning_strategies_ext.torch_distributed import process_group
 
@@ -38,19 +46,11 @@ def assign_ranks(
     """
     assert strategy.cluster_environment is not None
     devices = strategy.parallel_devices or []
-    rank_info = ray_train.current_rank_info()
+    rank_info = ray_train_rank_info()
     if rank_info is not None:
-        ray_train.check_compatible(
-            rank_info,
-            type(strategy).__name__,
-            starts_ranks=starts_ranks,
-            num_devices=len(devices),
-            process_group_backend=backend,
-            process_group_options=options,
-            timeout=timeout,
-        )
+        _check_compatible_with_ray_train(rank_info, strategy, backend, options, timeout, starts_ranks=starts_ranks)
         backend = dist.get_backend()
-        use_rank_info(strategy, rank_info, ray_train.current_device())
+        use_rank_info(strategy, rank_info, _ray_train_device())
     else:
         strategy.parallel_devices = devices_of_ranks(devices, strategy.cluster_environment, strategy.num_nodes)
         if process_group.has_others() and strategy.num_nodes * strategy.num_processes == 1:
@@ -65,7 +65,7 @@ def use_rank_info(strategy: LightningDDPStrategy, rank_info: WorkerRankInfo, dev
     """Makes a strategy use a rank info, with which this process was started, and the device of this process."""
     strategy.parallel_devices = [device] * rank_info.local_world_size
     strategy.num_nodes = rank_info.num_nodes
-    strategy.cluster_environment = ray_train.RayEnvironment(rank_info)
+    strategy.cluster_environment = RayEnvironment(rank_info)
 
 
 def set_aside_group(world_size: int) -> bool:
@@ -95,3 +95,138 @@ def no_device_error(devices: Sequence[torch.device], local_rank: int) -> Runtime
         " start one process per device. If each process is to use its own GPU, make only that GPU visible to it"
         " (`--gpus-per-task=1` under SLURM), with `devices=1`."
     )
+
+
+# --- processes whose ranks come from Ray ---
+
+
+def ray_train_rank_info() -> WorkerRankInfo | None:
+    """Returns this process's rank among the workers of a ``TorchTrainer``, or None if it is not one of them.
+
+    Does not import Ray: a worker has already imported it. The number of hosts is computed as if all hosts had as many
+    ranks as this one.
+    """
+    context = _ray_train_context()
+    if context is None:
+        return None
+    world_size, local_world_size = context.get_world_size(), context.get_local_world_size()
+    return WorkerRankInfo(
+        rank=context.get_world_rank(),
+        world_size=world_size,
+        local_rank=context.get_local_rank(),
+        local_world_size=local_world_size,
+        node_rank=context.get_node_rank(),
+        num_nodes=-(-world_size // local_world_size),
+        main_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        main_port=int(os.environ.get("MASTER_PORT", "0")),
+    )
+
+
+def _check_compatible_with_ray_train(
+    rank_info: WorkerRankInfo,
+    strategy: LightningDDPStrategy,
+    backend: str | None,
+    options: Any,
+    timeout: timedelta | None,
+    *,
+    starts_ranks: bool,
+) -> None:
+    """Checks arguments of the Trainer and of its strategy, see :func:`assign_ranks`.
+
+    Raises:
+        ValueError: If an argument contradicts what Ray Train has set up, or the strategy starts ranks itself.
+    """
+    if starts_ranks:
+        raise ValueError(
+            f"`{type(strategy).__name__}` starts ranks, but Ray Train has started them already. Use"
+            " `strategy='ddp_ext'` in the training function of a TorchTrainer."
+        )
+    used = dist.get_backend()
+    refused = [f"process_group_backend={backend!r}"] * (backend not in (None, used))
+    refused += [f"process_group_options={options!r}"] * (options is not None)
+    refused += [f"timeout={timeout!r}"] * (timeout != DEFAULT_TIMEOUT)
+    if refused:
+        raise ValueError(
+            f"`{refused[0]}`: Ray Train has already created the process group, with backend {used!r}. Omit the"
+            " argument, and pass `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the"
+            " TorchTrainer."
+        )
+    num_devices = len(strategy.parallel_devices or [])
+    if _ray_train_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
+        raise ValueError(
+            f"`devices={num_devices}`: Ray Train has started {rank_info.local_world_size} of its"
+            f" {rank_info.world_size} workers on this host. Omit the argument: `ScalingConfig(num_workers=...)` sets"
+            " the number of ranks."
+        )
+
+
+def _ray_train_device() -> torch.device:
+    """Returns the device that Ray Train has assigned to this process."""
+    from ray.train.torch import get_device
+
+    device: torch.device = get_device()
+    return device
+
+
+def _ray_train_context() -> Any:
+    train = sys.modules.get("ray.train")
+    if train is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    try:
+        context = train.get_context()
+        is_same_rank = (context.get_world_rank(), context.get_world_size()) == (dist.get_rank(), dist.get_world_size())
+    except (RuntimeError, DeprecationWarning):  # not a worker of a TorchTrainer, or a trial of Ray Tune
+        return None
+    return context if is_same_rank else None
+
+
+class RayEnvironment(ClusterEnvironment):
+    """Cluster environment with the ranks and addresses of a process that Ray has started as one of several."""
+
+    def __init__(self, rank_info: WorkerRankInfo) -> None:
+        super().__init__()
+        self._rank_info = rank_info
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self._rank_info.main_address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self._rank_info.main_port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False  # the strategy creates this environment itself
+
+    @override
+    def world_size(self) -> int:
+        return self._rank_info.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """No-op: Ray has set the world size."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank_info.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """No-op: Ray has set the rank."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._rank_info.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self._rank_info.node_rank

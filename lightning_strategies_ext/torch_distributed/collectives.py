@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.collectives.base import Collectives
-from lightning_strategies_ext.failure.lone_calls import lone_call_text
+from lightning_strategies_ext.failure.failure_monitor import lone_call_text
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.identities import FIELDS, IdentityKind, current
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup

@@ -82,7 +82,7 @@ def test_ranks_of_two_revisions_take_turns_and_the_worktree_is_removed(checkout,
 @pytest.mark.processes
 def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(repository, tmp_path):
     package = repository / PACKAGE
-    (package / "failure" / "status_table.py").open("a").write("\n")
+    (package / "failure" / "local_status.py").open("a").write("\n")
     options = ("--ranks", 2, "--hosts", 8, "--rounds", 1, "--output", tmp_path)
     done = run_benchmark(repository, "failure_monitor", "--against", "HEAD~1", *options)
     assert done.returncode == 0, done.stdout
@@ -145,12 +145,12 @@ def test_the_working_tree_has_every_name_of_the_table(key):
 
 
 def test_an_older_location_serves_where_a_revision_lacks_the_newer_one(monkeypatch):
-    monkeypatch.setitem(names.NAMES, "table", ("failure.no_such_module:Name", "failure.status_table:StatusTable"))
+    monkeypatch.setitem(names.NAMES, "table", ("failure.no_such_module:Name", "failure.local_status:StatusTable"))
     monkeypatch.setitem(names.NAMES, "argument", (":DDPStrategy(no_such_argument)", ":DDPStrategy(start_method)"))
     monkeypatch.setitem(
         names.NAMES,
         "method",
-        ("failure.status_table:StatusTable.open", "failure.status_table:StatusTable.open_for_host"),
+        ("failure.local_status:StatusTable.open", "failure.local_status:StatusTable.open_for_host"),
     )
     assert names.table is names.StatusTable
     assert names.argument == "start_method"

@@ -14,7 +14,6 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.failure import failure_detector, failure_report
 from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation, first_failure, hung_ranks
 from lightning_strategies_ext.failure.local_status import LocalStatus
-from lightning_strategies_ext.failure.lone_calls import describe_absent
 from lightning_strategies_ext.failure.rank_status import (
     CollectiveProgress,
     Failure,
@@ -231,7 +230,7 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
 )
 def test_after_a_timeout_the_ranks_that_wait_in_no_collective_are_named(others: list[RankStatus], text: str) -> None:
     statuses = {rank: replace(status, rank=rank) for rank, status in enumerate([WAITS, *others])}
-    assert re.match(text or "$", describe_absent(Observation(0, {}, statuses, {})))
+    assert re.match(text or "$", failure_report.describe_absent(Observation(0, {}, statuses, {})))
 
 
 def test_merged_stage_exits_have_the_smallest_number_of_collectives_and_eight_ranks():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_strategies_ext.failure.status_table import SLOT_NUM_BYTES, StatusTable
+from lightning_strategies_ext.failure.local_status import SLOT_NUM_BYTES, StatusTable
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 from tests.support.ranks import LIMIT_S, run_script
 

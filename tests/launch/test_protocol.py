@@ -45,8 +45,7 @@ from lightning_strategies_ext.launch.protocol import (
     WorkerSetup,
     WorldMembers,
 )
-from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
-from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink, decode_message, encode_message
 from lightning_strategies_ext.launch.transport.channel import Channel
 from lightning_strategies_ext.launch.transport.pickling import dump
 from tests.launch.link_connections import connect, wait_for
@@ -118,7 +117,7 @@ def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> Non
     server = LinkServer("127.0.0.1")
     link: WorkerLink = server.expect(1, lambda: None)
     with connect(server, 1) as worker:
-        wait_for(lambda: link.is_connected)
+        wait_for(lambda: link.connection is not None)
         frames = FrameDecoder()
         for message in LINK_TO_WORKER:
             link.send(message)
@@ -148,7 +147,7 @@ def test_a_link_that_sends_invalid_data_is_closed(frame: bytes) -> None:
     server = LinkServer("127.0.0.1")
     link = server.expect(1, lambda: None)
     with connect(server, 1) as worker:
-        wait_for(lambda: link.is_connected)
+        wait_for(lambda: link.connection is not None)
         worker.sendall(frame)
         assert link.closed.wait(60)
         assert worker.recv(1) == b""

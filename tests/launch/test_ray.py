@@ -15,9 +15,8 @@ from lightning_strategies_ext._system.frames import FrameDecoder
 from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, RngState
 from lightning_strategies_ext.launch.protocol import SendSignal
 from lightning_strategies_ext.launch.ray import cluster, worker_link
-from lightning_strategies_ext.launch.ray.link_frames import decode_message
-from lightning_strategies_ext.launch.ray.resources import ResourceDemand
-from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink, decode_message
 from tests.launch.link_connections import NUMBER, connect, wait_for
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script, start_script
@@ -124,7 +123,7 @@ def test_unauthenticated_connections_delay_no_worker():
         for connection in unauthenticated[:20]:
             connection.sendall(b"x")
         stack.enter_context(connect(server, 1))
-        wait_for(lambda: links[1].is_connected)
+        wait_for(lambda: links[1].connection is not None)
         for connection in unauthenticated:  # before their time limit
             assert len(connection.recv(32, socket.MSG_WAITALL)) == 32
 
@@ -134,7 +133,7 @@ def test_unauthenticated_connections_are_closed_in_time_and_a_worker_connects(mo
     with link_server(1) as (server, links), ExitStack() as stack:
         unauthenticated = [stack.enter_context(socket.create_connection(server.address)) for _ in range(100)]
         stack.enter_context(connect(server, 1))
-        wait_for(lambda: links[1].is_connected)
+        wait_for(lambda: links[1].connection is not None)
         assert len(unauthenticated[0].recv(32, socket.MSG_WAITALL)) == 32
         assert unauthenticated[0].recv(1) == b""
 
@@ -143,7 +142,7 @@ def test_unauthenticated_connections_are_closed_in_time_and_a_worker_connects(mo
 def test_a_connection_without_the_secret_or_with_an_unknown_number_is_closed(number: int, secret: bytes | None):
     with link_server(1) as (server, links), connect(server, number, secret) as connection:
         assert connection.recv(1) == b""
-        assert not links[1].is_connected
+        assert links[1].connection is None
 
 
 def test_the_secret_itself_is_no_proof():
@@ -151,12 +150,12 @@ def test_the_secret_itself_is_no_proof():
         stranger.recv(32, socket.MSG_WAITALL)
         stranger.sendall(server.secret + NUMBER.pack(1))
         assert stranger.recv(1) == b""
-        assert not links[1].is_connected
+        assert links[1].connection is None
 
 
 def test_a_second_connection_does_not_replace_a_worker():
     with link_server(1) as (server, links), connect(server, 1) as worker:
-        wait_for(lambda: links[1].is_connected)
+        wait_for(lambda: links[1].connection is not None)
         with connect(server, 1) as second:
             assert second.recv(1) == b""
         links[1].send(SendSignal(12))

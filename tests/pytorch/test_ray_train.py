@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ShmOptions
-from lightning_strategies_ext.launch.ray import ray_train
+from lightning_strategies_ext.pytorch import rank_assignment
 from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
@@ -108,7 +108,7 @@ def test_fit_trains_as_in_spawned_workers_and_an_error_reaches_the_torch_trainer
 def test_the_main_process_is_none_of_its_workers():
     import ray.train  # noqa: F401
 
-    assert ray_train.current_rank_info() is None
+    assert rank_assignment.ray_train_rank_info() is None
     trainer = make_trainer("ddp_spawn_ext", max_epochs=1)
     trainer.fit(MLP(), loader())
     assert trainer.global_step == 8

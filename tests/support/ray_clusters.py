@@ -39,7 +39,7 @@ HALF = {"num_cpus_per_worker": 0.5}
 def own_ray() -> Iterator[None]:
     """Starts Ray as the strategy does, for several Trainers."""
     from lightning_strategies_ext.launch.ray import cluster
-    from lightning_strategies_ext.launch.ray.resources import ResourceDemand
+    from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))

@@ -46,13 +46,14 @@ from lightning_strategies_ext.launch.protocol import (
     WorkerOutput,
     WorkerSetup,
 )
-from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 from lightning_strategies_ext.launch.ray.worker_link import (
     FLUSH_TIMEOUT_S,
     MAX_RECEIVED_BYTES,
     LinkServer,
     WorkerLink,
     connect_worker,
+    decode_message,
+    encode_message,
 )
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile

@@ -1,5 +1,7 @@
 """The connection of this process to a Ray cluster: the user's cluster, or one that this module starts on this machine.
 
+Before workers start, :class:`ResourceDemand` checks whether the cluster can ever run them.
+
 This module imports Ray only within functions.
 
 A process has at most one connection to Ray. A connection that the user has opened stays open. A connection that this
@@ -8,21 +10,24 @@ module has opened is closed with the last pool that uses it. A cluster that this
 
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from lightning_strategies_ext._system.interpreters import module_path
-from lightning_strategies_ext.launch.ray.resources import ResourceDemand
 from lightning_strategies_ext.registry import StrategyUnavailableError
+
+PlacementStrategy = Literal["PACK", "SPREAD"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,8 @@ REQUIREMENT = "ray>=2.60,<3"
 _MAX_PATH_CHARACTERS = 36
 #: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
 _CLIENT_ATTEMPTS = 3
+#: Granularity of Ray's amounts of resources.
+_STEP = 1e-4
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _lock = threading.RLock()
@@ -39,6 +46,71 @@ _num_users = 0  # number of `connect` calls without a call of `disconnect`
 _directory: str | None = None  # directory of the cluster that this module has started
 _session: str | None = None  # identifier of the connection that this module has opened
 _address: str | None = None  # argument with which this module has opened the connection
+
+
+@dataclass(frozen=True)
+class ResourceDemand:
+    """Resources of each worker, and the placement of workers on hosts.
+
+    Attributes:
+        num_cpus: CPUs per worker; a fraction if several workers share one.
+        num_gpus: GPUs per worker.
+        resources: Further resources per worker, by their names in the cluster.
+        placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many.
+    """
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    placement_strategy: PlacementStrategy = "PACK"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one worker, as a bundle of a Ray placement group."""
+        needed = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
+        return {name: amount for name, amount in needed.items() if amount}
+
+    def check_fits(self, num_workers: int, hosts: Sequence[Mapping[str, float]], cluster: str) -> None:
+        """Rejects more workers than the cluster can ever run at once.
+
+        Args:
+            num_workers: Number of workers.
+            hosts: Resources of each host of the cluster.
+            cluster: Name of the cluster in the error message.
+
+        Raises:
+            ValueError: If the workers do not fit; the message has the numbers.
+        """
+        for name, amount in self.bundle.items():
+            needed, available = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
+            if needed > available + _STEP:
+                raise ValueError(
+                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need"
+                    f" {_amount_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
+                    " per worker (with a fraction, several workers share one), or add hosts to the cluster."
+                )
+        capacities = [
+            min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in self.bundle.items()), default=0)
+            for host in hosts
+        ]
+        if sum(capacities) < num_workers:
+            needs = " and ".join(_amount_text(name, amount) for name, amount in self.bundle.items())
+            raise ValueError(
+                f"`num_workers={num_workers}` workers that each need {needs} do not fit into {cluster}: its"
+                f" {len(hosts)} hosts can run {' + '.join(map(str, capacities))} of them, because a worker cannot"
+                " span hosts. Request fewer workers, or less per worker."
+            )
+
+    def _argument(self, name: str) -> str:
+        if name in ("CPU", "GPU"):
+            return f"num_{name.lower()}s_per_worker={self.bundle[name]:g}"
+        return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
+
+
+def _amount_text(name: str, amount: float) -> str:
+    if name in ("CPU", "GPU"):
+        return f"{amount:g} {name}{'s' * (amount != 1)}"
+    return f"{amount:g} of {name!r}"
 
 
 def check_ray_installed() -> None:

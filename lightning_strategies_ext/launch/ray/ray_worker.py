@@ -252,7 +252,7 @@ class RayWorker(Worker):
     def kill(self) -> None:
         if self._is_open and not self.link.closed.is_set():
             self._kill_actor()
-            if self.link.is_connected:
+            if self.link.connection is not None:
                 self.wait(EXIT_TIMEOUT_S)
 
     @override

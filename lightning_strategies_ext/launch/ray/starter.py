@@ -26,6 +26,7 @@ from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerHostInfo, WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.actor import LinkRelayActor, RayPayload, WorkerActor, versions
+from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 from lightning_strategies_ext.launch.ray.ray_worker import (
     RayWorker,
     SentPayload,
@@ -33,7 +34,6 @@ from lightning_strategies_ext.launch.ray.ray_worker import (
     reason_from_ray,
     wait_until,
 )
-from lightning_strategies_ext.launch.ray.resources import ResourceDemand
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, RelayedLinkServer
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, Pickled

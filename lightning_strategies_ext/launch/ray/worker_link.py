@@ -13,6 +13,7 @@ Limitations: links are not encrypted, as Ray's own connections are not.
 
 import codecs
 import hmac
+import json
 import math
 import secrets
 import socket
@@ -23,20 +24,26 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from lightning_strategies_ext._system.frames import FrameDecoder
+from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import (
     JoinedWorld,
+    JoinPending,
+    LinkMessage,
     LinkMessageToMain,
     LinkMessageToWorker,
+    PeerLost,
+    RankAssignment,
     ReadyToJoin,
+    SendSignal,
     WorkerOutput,
+    WorldMembers,
 )
-from lightning_strategies_ext.launch.ray.link_frames import decode_message, encode_message
 
 #: Seconds to wait until the main process has printed a worker's output.
 FLUSH_TIMEOUT_S = 2.0
@@ -50,6 +57,44 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
 _MAX_UNPROVED = 64
+#: Kinds of frames.
+_STDOUT, _STDERR, _JSON = 1, 2, 3
+_FROM_FIELDS: dict[str, Callable[..., LinkMessage]] = {
+    kind.__name__: kind for kind in (ReadyToJoin, RankAssignment, JoinPending, SendSignal, PeerLost)
+}
+
+
+def encode_message(message: LinkMessage) -> bytes:
+    """Returns the frame of a message."""
+    if isinstance(message, WorkerOutput):
+        return encode_frame(message.data, _STDERR if message.is_error else _STDOUT)
+    return encode_frame(json.dumps([type(message).__name__, asdict(message)]).encode(), _JSON)
+
+
+def decode_message(kind: int, data: bytes) -> LinkMessage:
+    """Returns the message in a frame of :func:`encode_message`.
+
+    Data from a link is never unpickled: otherwise a process with access to the network between hosts could run code.
+
+    Args:
+        kind: Kind of the frame.
+        data: Contents of the frame.
+
+    Raises:
+        ValueError: If the frame contains no message.
+    """
+    if kind in (_STDOUT, _STDERR):
+        return WorkerOutput(kind == _STDERR, data)
+    name, fields = json.loads(data) if kind == _JSON else (str(kind), {})
+    if name == "JoinedWorld":
+        return JoinedWorld(Member.from_dict(fields["member"]))
+    if name == "WorldMembers":
+        return WorldMembers(fields["members"] and [Member.from_dict(member) for member in fields["members"]])
+    if name not in _FROM_FIELDS:
+        raise ValueError(f"unknown message {name!r}")
+    if name == "RankAssignment" and isinstance(fields["store"], list):
+        fields["store"] = tuple(fields["store"])
+    return _FROM_FIELDS[name](**fields)
 
 
 def connect_worker(address: tuple[str, int], secret: bytes, number: int) -> socket.socket:
@@ -94,28 +139,20 @@ class WorkerLink:
         on_update: Callable that another thread calls when a message has arrived, and when the link is closed.
 
     Attributes:
+        connection: Connection of the worker; None until it has connected, and after the link was closed.
         closed: Event that is set when the link is closed.
         messages: Received messages, the oldest first.
     """
 
     def __init__(self, on_update: Callable[[], None]) -> None:
+        self.connection: socket.socket | _RelayedSocket | None = None
         self.closed = threading.Event()
         self.messages: deque[ReadyToJoin | JoinedWorld] = deque()
         self._on_update = on_update
-        self._connected: socket.socket | _RelayedSocket | None = None
         self._num_bytes = 0
         self._received = threading.Condition()
         self._frames = FrameDecoder()
         self._decoders = {is_error: codecs.getincrementaldecoder("utf-8")("replace") for is_error in (False, True)}
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the worker has connected, and the link is not closed."""
-        return self._connected is not None
-
-    def connect(self, connected: "socket.socket | _RelayedSocket") -> None:
-        """Sets the connection of the worker."""
-        self._connected = connected
 
     def send(self, message: LinkMessageToWorker) -> None:
         """Sends the worker a message, if the link is connected."""
@@ -124,10 +161,10 @@ class WorkerLink:
     def send_bytes(self, data: bytes) -> None:
         """Sends the worker bytes, if the link is connected."""
         # In one call and without a lock, because signal handlers send too: they run before or after the call.
-        connected = self._connected
-        if connected is not None:
+        connection = self.connection
+        if connection is not None:
             with suppress(OSError):
-                connected.sendall(data)
+                connection.sendall(data)
 
     def receive(self, data: bytes) -> None:
         """Handles received data: prints output, and stores messages.
@@ -164,9 +201,9 @@ class WorkerLink:
 
     def close(self) -> None:
         """Closes the link. A second call is a no-op."""
-        if self._connected is not None:
-            self._connected.close()
-            self._connected = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
         if not self.closed.is_set():
             self.closed.set()
             with self._received:
@@ -258,7 +295,7 @@ class LinkServer:
             return False
         connected.setblocking(True)
         _enable_keepalive(connected)
-        link.connect(connected)
+        link.connection = connected
         self._loop.add(connected, partial(self._receive, connected, link))
         return False
 
@@ -274,7 +311,7 @@ class LinkServer:
         if len(number) < _NUMBER.size or not hmac.compare_digest(proof, _proof(self.secret, state.challenge, number)):
             return None
         link = self.links.get(*_NUMBER.unpack(number))
-        return None if link is None or link.is_connected or link.closed.is_set() else link
+        return None if link is None or link.connection is not None or link.closed.is_set() else link
 
     def _receive(self, connected: socket.socket, link: WorkerLink) -> bool:
         data = b""
@@ -314,7 +351,7 @@ class RelayedLinkServer:
 
         link = self.links[number] = WorkerLink(on_update)
         ray.get(self._relay.expect.remote(number))
-        link.connect(_RelayedSocket(self._relay, number))
+        link.connection = _RelayedSocket(self._relay, number)
         return link
 
     def close(self) -> None:
