@@ -230,7 +230,7 @@ class FirstOfEach(Dataset[list[Tensor]]):
         return [self.samples[index, :1].clone()]
 
 
-def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
+def measure_result_transfer(contender: Contender, case: Case) -> dict[str, Any]:
     """Returns the seconds from the end of training in a worker to the return of ``fit``."""
     model = Model(frozen_mb=case.result_mb)
     contender.trainer.fit(model, make_loader(SMALL_CASE[0]))
@@ -264,7 +264,7 @@ def run_script(contender: Contender, case: Case) -> dict[str, Any]:
 KINDS = {
     "start": measure_start,
     "large data": measure_large_data,
-    "bring back": measure_bring_back,
+    "bring back": measure_result_transfer,
     "predictions": measure_predictions,
     "script": run_script,
 }

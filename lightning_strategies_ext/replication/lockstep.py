@@ -231,15 +231,15 @@ class Lockstep:
             self._fail(_divergence_error(events))
         current.has_synchronized = current.is_running_action = True
         try:
-            answer: Returned | Raised = Returned(request.action(payloads))
+            reply: Returned | Raised = Returned(request.action(payloads))
         except Exception as exception:  # the user's code may handle it
-            answer = Raised(exception)
+            reply = Raised(exception)
         finally:
             current.is_running_action = False
-        self._resume_others(current, [answer] * (current.num_functions - 1))
-        if isinstance(answer, Raised):
-            raise answer.exception
-        return answer.value
+        self._resume_others(current, [reply] * (current.num_functions - 1))
+        if isinstance(reply, Raised):
+            raise reply.exception
+        return reply.value
 
     def close(self) -> None:
         """Ends the threads. A second call is a no-op."""

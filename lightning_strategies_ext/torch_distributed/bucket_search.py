@@ -168,7 +168,7 @@ def format_cap(cap: float | None) -> str:
     return "DDP's default sizes (25 MiB, first bucket 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
 
 
-def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
+def pop_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
     """Removes ``bucket_cap_mb="auto"`` from DDP's arguments; returns whether it was there.
 
     Args:

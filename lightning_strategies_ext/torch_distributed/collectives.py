@@ -151,7 +151,7 @@ class TorchCollectives(Collectives):
             current.identity = before
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
-        if tensor.is_cpu and process_group.is_carried_by_gloo(group):
+        if tensor.is_cpu and process_group.is_executed_by_gloo(group):
             self._check_sizes(tensor, group)
         try:
             _all_gather_single(output, tensor, group=group)

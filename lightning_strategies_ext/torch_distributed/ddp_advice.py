@@ -42,7 +42,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
         step: Name of the method that computes the loss.
     """
     message = exception.args[0] if exception.args else None
-    beginnings = ("Expected to have finished reduction in the prior", "Your training graph has changed")
+    prefixes = ("Expected to have finished reduction in the prior", "Your training graph has changed")
     if not isinstance(message, str):
         return
     if message.startswith("Expected sparse gradient to be defined"):
@@ -53,7 +53,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
             " omit `sparse=True`.",
         )
         return
-    if not message.startswith(beginnings):
+    if not message.startswith(prefixes):
         return
     if "`find_unused_parameters=True` is enabled" in message:  # torch's message contains the advice
         return

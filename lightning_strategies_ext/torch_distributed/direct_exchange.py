@@ -239,7 +239,7 @@ class DirectExchange:
             ready = self._ready_ns - self._blocked_ns
             self.times = self._begin_ns or ready, ready, time.time_ns()
         if not self._is_order_known:
-            self._follow_rank_zero()
+            self._adopt_order_of_rank_zero()
         self._reset()
 
     def _exchange_rest(self) -> None:
@@ -284,7 +284,7 @@ class DirectExchange:
             copies[index] = SharedCopies(own.view(parameter.shape), pointers, memory)
         return copies
 
-    def _follow_rank_zero(self) -> None:
+    def _adopt_order_of_rank_zero(self) -> None:
         """Adopts the order in which rank 0 has computed the large gradients. Collective: all ranks call it."""
         order = torch.tensor(self._order)
         self._group.broadcast([order], dist.BroadcastOptions()).wait()

@@ -53,7 +53,7 @@ class Unfreezing(Feature):
         known = {*map(id, self._parameters.values())}
         return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
 
-    def follow_added(self, model: DistributedDataParallel) -> None:
+    def include_added(self, model: DistributedDataParallel) -> None:
         """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
         trained = self._select(self._are_trained)
         self._parameters = exchanged_parameters(model)

@@ -83,7 +83,7 @@ class Residuals:
         """Returns the residuals of parameters as one contiguous tensor. Writes to it change the residuals.
 
         Args:
-            parameters: Parameters of a bucket, or of a share of it. DDP rebuilds its buckets after the first step.
+            parameters: Parameters of a bucket, or of a shard of it. DDP rebuilds its buckets after the first step.
             like: Tensor of the same dtype and device, with the same number of elements.
         """
         key = tuple(map(id, parameters))
