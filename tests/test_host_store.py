@@ -441,4 +441,4 @@ def test_the_store_of_torchrun_contains_only_the_name_of_the_host_store(tmp_path
     ours = {
         re.sub("[0-9a-f]{32}", "ID", key.rpartition("lightning_strategies_ext/")[2]) for key in keys if "ext" in key
     }
-    assert ours == {"restarts/newest", "restarts/ID/question 1", "restarts/ID/answer 1", "host_store"}, keys
+    assert ours == {"restarts/newest", "restarts/ID/request 1", "restarts/ID/reply 1", "host_store"}, keys
