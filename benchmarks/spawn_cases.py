@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-OURS = "ddp_spawn_ext"
+EXT = "ddp_spawn_ext"
 NUM_WORKERS = 2
 TENSOR_MB = 10
 FLOATS_PER_MB = 2**20 // 4
@@ -167,7 +167,7 @@ class Contender:
 
     def __init__(self, strategy: str, directory: Path) -> None:
         self.clock = Clock(directory)
-        self.writer = None if strategy == OURS else FileWriter(directory)
+        self.writer = None if strategy == EXT else FileWriter(directory)
         self.trainer = make_trainer(NUM_WORKERS, strategy, [self.clock, *([self.writer] if self.writer else [])])
 
     def predict(self, model: Model, shape: tuple[int, int]) -> Any:

@@ -211,9 +211,9 @@ def test_import_lightning_loads_no_strategy_module_and_prints_no_warning(wheel_i
     if result.returncode and wheel_install.run(*warnings_are_errors, "-c", script, env=AUTOLOAD_OFF).returncode:
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
-    ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
+    imported = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
     modules = ("discovery", "lightning_names", "registry", "shm")
-    assert ours == {PACKAGE, AUTOLOAD, *(f"{PACKAGE}.{name}" for name in modules)}
+    assert imported == {PACKAGE, AUTOLOAD, *(f"{PACKAGE}.{name}" for name in modules)}
 
 
 def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:

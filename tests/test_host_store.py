@@ -228,9 +228,9 @@ def join_by_files(path: str) -> tuple[Any, ...]:
         below = dist.distributed_c10d._get_default_store()
         while isinstance(below, dist.PrefixStore):
             below = below.underlying_store
-        ours = process_group.default_store()
-        ours.set(f"from {environment.global_rank()}", "")
-        ours.wait(["from 0", "from 1"])
+        store = process_group.default_store()
+        store.set(f"from {environment.global_rank()}", "")
+        store.wait(["from 0", "from 1"])
         found.append((tensor.item(), type(below).__name__))
         dist.destroy_process_group()
     named = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("lightning_strategies_ext-")}
@@ -438,7 +438,7 @@ def test_the_store_of_torchrun_contains_only_the_name_of_the_host_store(tmp_path
     ran = run_script(*torchrun, str(script), "ddp_ext")
     assert ran.returncode == 0, ran.stdout
     (keys, _) = (json.loads(line) for line in re.findall(r"keys (\[.*\])", ran.stdout))
-    ours = {
+    own_keys = {
         re.sub("[0-9a-f]{32}", "ID", key.rpartition("lightning_strategies_ext/")[2]) for key in keys if "ext" in key
     }
-    assert ours == {"restarts/newest", "restarts/ID/request 1", "restarts/ID/reply 1", "host_store"}, keys
+    assert own_keys == {"restarts/newest", "restarts/ID/request 1", "restarts/ID/reply 1", "host_store"}, keys

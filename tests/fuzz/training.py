@@ -1,6 +1,6 @@
-"""Runs a :class:`~tests.fuzz.cases.Case` in this process, with our strategy or with its reference.
+"""Runs a :class:`~tests.fuzz.cases.Case` in this process, with a strategy of this package or with its reference.
 
-    outcome = run(case, "ours", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
+    outcome = run(case, "ext", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
 
 Each rank writes a file at the end of each stage, `stage-STAGE.rank-RANK`: the state of the model, the optimizers, the
 schedulers, and the random generator; the order of hooks; the samples of each batch.
@@ -447,7 +447,7 @@ def loader(case: Case, kind: str, purpose: str) -> Any:
     training = purpose == "train"
     num_samples = case.num_samples if training else case.num_evaluation_samples
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    samples = Samples(num_samples, case.container, dtype, repeats_one=kind == "ours" and case.fault == "sample")
+    samples = Samples(num_samples, case.container, dtype, repeats_one=kind == "ext" and case.fault == "sample")
     if training and case.data == "iterable":
         num_less = case.batch_size if case.uneven else 0
         return DataLoader(

@@ -104,13 +104,13 @@ def train_with_casts() -> dict[str, list[dict]]:
 @pytest.mark.processes
 def test_casts_are_those_of_torch() -> None:
     for found in run_ranks(train_with_casts):
-        for name, (ours, torchs, uncompressed) in found.items():
+        for name, (ext, of_torch, uncompressed) in found.items():
             if name == "bf16":
-                assert_same_bits(ours, torchs)
+                assert_same_bits(ext, of_torch)
             else:  # torch divides rounded values; this package rounds divided values
-                for key, tensor in ours.items():
-                    torch.testing.assert_close(tensor, torchs[key], rtol=1e-3, atol=1e-5)
-            assert any(not torch.equal(ours[name], uncompressed[name]) for name in ours)
+                for key, tensor in ext.items():
+                    torch.testing.assert_close(tensor, of_torch[key], rtol=1e-3, atol=1e-5)
+            assert any(not torch.equal(ext[name], uncompressed[name]) for name in ext)
 
 
 # --- compared with one process ---

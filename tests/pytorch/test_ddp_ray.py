@@ -299,12 +299,12 @@ def test_a_worker_is_lost_if_ray_reports_only_a_broken_pipe():
     worker = RayWorker(1, 0, 0, link_server, {"num_cpus": 0.1}, ray.remote(Actor), is_elastic=False)
     try:
         worker.send(Ping())
-        answer = worker.wait_for_message(300)
+        reply = worker.wait_for_message(300)
     finally:
         worker.close()
         link_server.close()
-    assert isinstance(answer, WorkerDiedError)
-    assert "System error: Broken pipe" in str(answer)
+    assert isinstance(reply, WorkerDiedError)
+    assert "System error: Broken pipe" in str(reply)
 
 
 class Slow(MLP):

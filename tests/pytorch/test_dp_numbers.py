@@ -192,9 +192,9 @@ def trained():
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_metrics_that_are_given_numbers_are_those_of_the_whole_batch(trained, name):
-    ours, theirs = trained
-    torch.testing.assert_close(ours.of_epochs[name], theirs.of_epochs[name], equal_nan=True)
-    torch.testing.assert_close(ours.of_steps[name], theirs.of_steps[name], equal_nan=True)
+    ext, single = trained
+    torch.testing.assert_close(ext.of_epochs[name], single.of_epochs[name], equal_nan=True)
+    torch.testing.assert_close(ext.of_steps[name], single.of_steps[name], equal_nan=True)
 
 
 def steps_with(make_metric, update):
@@ -431,9 +431,9 @@ class Logs(MLP):
 @pytest.mark.filterwarnings("ignore:You called `self.log", "ignore:.*needs to be floating")
 @each_mode
 def test_numbers_are_combined_by_reduce_fx(make_strategy):
-    ours, theirs = train(make_strategy(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
-    assert_close(ours.callback_metrics, theirs.callback_metrics)
-    assert_close(ours.logged_metrics, theirs.logged_metrics)
+    ext, single = train(make_strategy(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
+    assert_close(ext.callback_metrics, single.callback_metrics)
+    assert_close(ext.logged_metrics, single.logged_metrics)
 
 
 class LogsCounts(MLP):

@@ -235,9 +235,9 @@ class OfBothRanks(Sampler[int]):
             sampler.set_epoch(epoch)
 
     def __iter__(self):
-        ours, theirs = map(list, self.samplers)
-        for start in range(0, len(ours), 4):
-            yield from ours[start : start + 4] + theirs[start : start + 4]
+        first, second = map(list, self.samplers)
+        for start in range(0, len(first), 4):
+            yield from first[start : start + 4] + second[start : start + 4]
 
     def __len__(self):
         return 64

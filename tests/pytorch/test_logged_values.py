@@ -106,9 +106,9 @@ def log_with_both() -> list[Any]:
 
 
 def test_step_and_epoch_values_are_bitwise_those_of_ddp() -> None:
-    for ours, theirs in run_ranks(log_with_both):
-        assert ours == theirs
-        fitted, _, _, seen, received = ours
+    for ext, stock in run_ranks(log_with_both):
+        assert ext == stock
+        fitted, _, _, seen, received = ext
         assert len(fitted) > 20
         assert len(seen) == 2 + 2 * (6 + 3) + 2  # sanity check, two epochs, validate
         assert len(received) > 20
