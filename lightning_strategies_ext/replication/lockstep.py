@@ -10,7 +10,7 @@ operations, and of draws from the process's random generator, is therefore deter
 never synchronize all run on the caller's thread, because each thread that computes on the CPU has its own OpenMP
 threads, which compete for cores.
 
-Limitations: A function that runs on a thread cannot be interrupted. The caller waits for its end, also after Ctrl-C.
+Limitations: A function that runs on a thread cannot be interrupted. The caller waits for it, also after Ctrl-C.
 """
 
 import threading
@@ -69,7 +69,7 @@ Event: TypeAlias = Returned | Raised | OnceRequest
 
 
 class AbortedError(BaseException):
-    """Unwinds a function after another function has failed. No ``Exception``, so that user code does not catch it."""
+    """Unwinds a function after another function has failed. No ``except Exception`` of user code catches it."""
 
 
 class Participant:
@@ -242,7 +242,7 @@ class Lockstep:
         return reply.value
 
     def close(self) -> None:
-        """Ends the threads. A second call is a no-op."""
+        """Stops the threads. A second call is a no-op."""
         threads, self._threads = self._threads, []
         for participant in self.participants[1:] if threads else ():
             participant.resume(StopThread())

@@ -1,4 +1,4 @@
-"""Advice on arguments of DDP: what a user can set after an error, or after a training that needed less than it set."""
+"""Advice on arguments of DDP: those that would have prevented an error, or would have made training faster."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ class _Started(NamedTuple):
     copied_to: Tensor | None = None
 
     def end(self) -> None:
-        """Waits until the mean exists, and makes it the gradient."""
+        """Waits for the mean, and makes it the gradient."""
         self.work.wait()
         if self.copied_to is None:
             self.parameter.grad = self.result
@@ -111,7 +111,7 @@ class DirectExchange:
 
     Attributes:
         records_times: Whether the times of exchanges are recorded.
-        times: Times at which the last recorded exchange began, at which only the exchange was left, and at which it
+        times: Times at which the last recorded exchange began, at which only the exchange remained, and at which it
             ended, as ``time.time_ns()`` counts; None if none was recorded.
     """
 
@@ -191,7 +191,7 @@ class DirectExchange:
         if self._num_remaining == 0:
             if self.records_times:
                 self._ready_ns = time.time_ns()
-            # As late as in the reducer: a parameter's gradient may still be accumulated a second time.
+            # At the end of the pass, as in the reducer: a gradient may still be accumulated a second time.
             Variable._execution_engine.queue_callback(self._finish)
 
     def _exchange_large(self) -> None:

@@ -303,11 +303,11 @@ def leave_subgroup(group: Any) -> None:
 def _destroy(group: Any) -> None:
     """Leaves a group, or all groups if it is None.
 
-    Its gloo backend is kept until two more groups are left, or ranks join again. The thread that drops the last
-    reference to a group may hold the GIL: DDP's reducer when Python collects it (observed in torch 2.13), and before
-    torch 2.8 any thread. If this freed gloo too, it would wait for gloo's threads, and one of these may wait for the
-    GIL to free the tensors of its last collective. Later the threads have nothing left to free, and a gloo backend that
-    is freed by itself does not hold the GIL.
+    The gloo backend of the group is retained until two more groups are left, or ranks join again. The thread that drops
+    the last reference to a group may hold the GIL: DDP's reducer when Python collects it (observed in torch 2.13), and
+    before torch 2.8 any thread. If this thread also freed gloo, it would wait for gloo's threads, and one of these may
+    wait for the GIL to free the tensors of its last collective. Later the threads have nothing left to free, and a gloo
+    backend that is freed by itself does not hold the GIL.
     """
     from torch.distributed.distributed_c10d import _world
 

@@ -200,7 +200,7 @@ def _has_memory() -> bool:
 
 
 def _store_for_this_restart(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a part of a store that ranks of before the last restart of the job do not use.
+    """Returns a part of a store that ranks from before the last restart of the job do not use.
 
     The agents of torchrun keep one store for all restarts of a job, and torch reads what ranks of earlier restarts have
     written (observed in 2.13: after a second restart, ranks wait for each other indefinitely). Rank 0 generates a name

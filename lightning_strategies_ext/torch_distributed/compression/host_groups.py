@@ -1,7 +1,7 @@
 """Process groups of an exchange on two levels: first inside each host, then between hosts.
 
 Each rank of a host exchanges one shard of a tensor between the hosts, so that each shard crosses between hosts once.
-Only this part is worth compressing.
+Only the exchange between hosts is worth compressing.
 """
 
 from collections import Counter
