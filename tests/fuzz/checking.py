@@ -114,7 +114,7 @@ def _of_failed(case: Case, failed: Outcome, reference: list[Outcome]) -> Result:
     return Result(case, "wrong", ["the strategy raises", f"the reference: {classes or 'no exception'}"], note)
 
 
-def _compare(case: Case, ext: list[Outcome], reference: list[Outcome], directory: Path) -> Any:
+def _compare(case: Case, ext: list[Outcome], reference_outcomes: list[Outcome], directory: Path) -> Any:
     num_stages = 1 + len(case.later)
     if case.reference == "none":
         yield from _agree(case, directory / "ext", num_stages)
@@ -151,13 +151,13 @@ def _compare(case: Case, ext: list[Outcome], reference: list[Outcome], directory
             yield from compare(state, reference, f"{number} {stage}: rank {rank}")
         # The state of the process that calls the Trainer, and the return value of the stage.
         for rank, outcome in enumerate(ext):
-            other = reference[rank] if len(reference) > rank else reference[0]
+            other = reference_outcomes[rank] if len(reference_outcomes) > rank else reference_outcomes[0]
             own, reference = outcome.states[number], other.states[number]
             if case.reference == "one" or draws_otherwise:
                 own["random"] = _ANY
             yield from compare(own, reference, f"{number} {stage}: caller {rank}")
         returned = [outcome.returned[number] for outcome in ext]
-        expected = [outcome.returned[number] for outcome in reference]
+        expected = [outcome.returned[number] for outcome in reference_outcomes]
         if stage == "predict":
             yield from differences(
                 _by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance
