@@ -260,9 +260,9 @@ def measure_part(
                     figures = {process.revision.name: process.measure(row) for process in order}
                     if number < 0:
                         continue
-                    ours, theirs = (figures[revision.name] for revision in revisions)
-                    for name in ours:
-                        samples.setdefault(name, []).append((ours[name], theirs[name]))
+                    first, second = (figures[revision.name] for revision in revisions)
+                    for name in first:
+                        samples.setdefault(name, []).append((first[name], second[name]))
                 if number >= 0 and rows:
                     print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
             if not rows:

@@ -50,8 +50,8 @@ from benchmarks.report import (
 )
 from benchmarks.turns import Part, Row
 
-OURS = "ddp_ext"
-OURS_OVER_GLOO = "ddp_ext, gloo"
+EXT = "ddp_ext"
+EXT_OVER_GLOO = "ddp_ext, gloo"
 WARMUP_CALLS = 10
 MEGABYTE_OF_FLOATS = 2**20 // 4
 SMALL_DICT = {"monitor": "val_loss", "best": 0.25, "epoch": 3, "stopped": False}
@@ -92,7 +92,7 @@ def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict
         Operation → contender → microseconds per call, one value per round.
     """
     silence_lightning()
-    contenders = {peer: (peer, "gloo"), OURS_OVER_GLOO: (OURS, "gloo"), OURS: (OURS, "shm")}
+    contenders = {peer: (peer, "gloo"), EXT_OVER_GLOO: (EXT, "gloo"), EXT: (EXT, "shm")}
     results = {}
     for operation, (num_floats, call) in OPERATIONS.items():
         # Ones, because repeated means do not change them.
@@ -118,7 +118,7 @@ def rows(calls: int, gap_us: float) -> dict[str, Row]:
 
     def measure(row: str, operation: str, backend: str) -> dict[str, float]:
         num_floats, call = OPERATIONS[operation]
-        strategy, tensor = make_strategy(OURS, backend), torch.ones(num_floats)
+        strategy, tensor = make_strategy(EXT, backend), torch.ones(num_floats)
         gc.collect()
         time_block(strategy, call, tensor, WARMUP_CALLS, gap_us)
         return {f"{row}, us": time_block(strategy, call, tensor, calls, gap_us)}
@@ -183,7 +183,7 @@ def present(summaries: list[dict[str, Any]]) -> None:
         "microseconds per call, 2 CPU ranks: median [quartiles]",
         ["operation", *names, *ratios],
         rows,
-        caption=f"A ratio above 1 means that {OURS} is faster.",
+        caption=f"A ratio above 1 means that {EXT} is faster.",
     )
 
 
@@ -202,8 +202,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds and --calls must be positive")
     if min(arguments.ranks) < 2:
         parser.error("--ranks must be at least 2: one rank has no peer to reduce with")
-    if arguments.peer == OURS:
-        parser.error(f"--peer {OURS} would compare {OURS} with itself")
+    if arguments.peer == EXT:
+        parser.error(f"--peer {EXT} would compare {EXT} with itself")
     return arguments
 
 

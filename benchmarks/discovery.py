@@ -28,7 +28,7 @@ BUDGET_MS = 5.0
 
 #: Key of a part → its name in the table. All times are in ms.
 PARTS = {
-    "hook": "import torch: load and call our hook",
+    "hook": "import torch: load and call the hook of this package",
     "search": "import torch: search for entry points",
     "registries": "import lightning: fill both registries",
     "lookups": "import lightning: look at module names",

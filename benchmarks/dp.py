@@ -53,7 +53,7 @@ from benchmarks.plots import draw_plot
 from benchmarks.report import Spread, paired_ratio, parse, print_table, write_json
 from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 
-OURS = "dp_ext"
+EXT = "dp_ext"
 SINGLE = "single device"
 BATCH_SIZE = 64
 #: Width of the MLP that also logs a metric, and number of channels of the convolutional net.
@@ -81,17 +81,17 @@ def arenas() -> list[Arena]:
             "CPU",
             {
                 SINGLE: partial(on_cpu, "auto", devices=1),
-                f"{OURS} 1": partial(on_cpu, OURS, devices=1),
-                f"{OURS} 2 in turn": partial(on_cpu, OURS, devices=2),
-                f"{OURS} 2 at once": partial(on_cpu, partial(DataParallelStrategy, sequential=False), devices=2),
+                f"{EXT} 1": partial(on_cpu, EXT, devices=1),
+                f"{EXT} 2 in turn": partial(on_cpu, EXT, devices=2),
+                f"{EXT} 2 at once": partial(on_cpu, partial(DataParallelStrategy, sequential=False), devices=2),
             },
         )
     ]
     if torch.cuda.is_available():
         on_gpu = partial(train_with_lightning, accelerator="gpu")
-        contenders = {SINGLE: partial(on_gpu, "auto", devices=1), f"{OURS} 1": partial(on_gpu, OURS, devices=1)}
+        contenders = {SINGLE: partial(on_gpu, "auto", devices=1), f"{EXT} 1": partial(on_gpu, EXT, devices=1)}
         if torch.cuda.device_count() > 1:
-            contenders[f"{OURS} 2"] = partial(on_gpu, OURS, devices=2)
+            contenders[f"{EXT} 2"] = partial(on_gpu, EXT, devices=2)
             contenders["DataParallel 2"] = train_data_parallel_by_hand
         found.append(Arena("GPU", contenders))
     return found

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.contenders import Case, Length
 from benchmarks.horovod_elastic import measure_elastic
-from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
+from benchmarks.horovod_ranks import BY_HAND, EXT, PEER, measure_ext, measure_others, run_ranks_under
 from benchmarks.plots import draw_plot
 from benchmarks.report import (
     Spread,
@@ -73,8 +73,8 @@ def take_turns(
     """
     merged: list[list[dict[str, Any]]] = []
     for turn in range(turns):
-        for is_ours in (turn % 2 == 0, turn % 2 == 1):
-            measure = measure_ours if is_ours else measure_others
+        for is_ext in (turn % 2 == 0, turn % 2 == 1):
+            measure = measure_ext if is_ext else measure_others
             per_rank = run_ranks_under(LAUNCHER_OF[transport], measure, cases, rounds, length)
             merged = merged or [[{"ms": {}} for _ in cases] for _ in per_rank]
             for into, result in zip(chain(*merged), chain(*per_rank), strict=True):
@@ -95,7 +95,7 @@ def summarize(transport: str, case: Case, per_rank: list[dict[str, Any]]) -> dic
         "accumulate": case.accumulate,
         "ms_per_step": {name: vars(Spread.of(samples)) for name, samples in ms.items()},
         "ratios": {
-            f"{OURS}/{name}": vars(paired_ratio(ms[OURS], samples)) for name, samples in ms.items() if name != OURS
+            f"{EXT}/{name}": vars(paired_ratio(ms[EXT], samples)) for name, samples in ms.items() if name != EXT
         },
         "sent_per_step": {name: per_rank[0][name] for name in ("calls", "num_bytes")},
         "rounds_ms_per_step": {name: [round(sample, 4) for sample in samples] for name, samples in ms.items()},
@@ -114,11 +114,11 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ratios = {name: ratio["median"] for name, ratio in summary["ratios"].items()}
         most = MOST_OVER_BY_HAND.get(summary["hidden"])
         if most is not None:
-            reached = ratios[f"{OURS}/{BY_HAND}"]
-            rows.append((f"{OURS}/{BY_HAND}", summary["case"], f"at most {most}", reached, reached <= most))
+            reached = ratios[f"{EXT}/{BY_HAND}"]
+            rows.append((f"{EXT}/{BY_HAND}", summary["case"], f"at most {most}", reached, reached <= most))
         if summary["transport"] == "MPI":
-            reached = ratios[f"{OURS}/{PEER}"]
-            rows.append((f"{OURS}/{PEER}", summary["case"], "below 1", reached, reached < 1))
+            reached = ratios[f"{EXT}/{PEER}"]
+            rows.append((f"{EXT}/{PEER}", summary["case"], "below 1", reached, reached < 1))
         if summary["accumulate"] > 1:
             plain = bytes_when_plain[summary["transport"], summary["hidden"]]
             reached, wanted = summary["sent_per_step"]["num_bytes"] / plain, 1 / summary["accumulate"]
@@ -133,7 +133,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> Non
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
     factors = {name: [Spread(**summary["ratios"][name]) for summary in summaries] for name in ratios}
     print_table(
-        f"ms per training step, 2 CPU ranks: median [quartiles]; calls and kB that {OURS} sends per step",
+        f"ms per training step, 2 CPU ranks: median [quartiles]; calls and kB that {EXT} sends per step",
         ["case", *names, "calls", "kB"],
         [
             [
@@ -146,10 +146,10 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]]) -> Non
         ],
     )
     print_table(
-        f"Time of {OURS} over the time of the others: median over rounds [quartiles]",
+        f"Time of {EXT} over the time of the others: median over rounds [quartiles]",
         ["case", *ratios],
         [[label, *(factors[name][row].text() for name in ratios)] for row, label in enumerate(labels)],
-        caption=f"A ratio below 1 means that {OURS} is faster.",
+        caption=f"A ratio below 1 means that {EXT} is faster.",
     )
     print_goals(goals)
 

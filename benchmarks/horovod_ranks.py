@@ -36,7 +36,7 @@ from benchmarks.horovod_commands import BIN, start_of
 from benchmarks.rank_launcher import collect, free_port, rank_main
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 
-OURS = "horovod_ext"
+EXT = "horovod_ext"
 BY_HAND = "raw Horovod"
 BY_HAND_TUNED = "raw, our settings"
 PEER = "ddp"
@@ -112,7 +112,7 @@ def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[
     return results
 
 
-def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+def measure_ext(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
     """Measures `horovod_ext`, and the hand-written loop with its settings of Horovod. Runs on every rank.
 
     Returns:
@@ -120,8 +120,8 @@ def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[st
         ``num_bytes``).
     """
     silence_lightning()
-    train_with_lightning(OURS, cases[0], Length(1, 1))  # starts Horovod
-    contenders = {OURS: partial(train_with_lightning, OURS), BY_HAND_TUNED: train_by_hand}
+    train_with_lightning(EXT, cases[0], Length(1, 1))  # starts Horovod
+    contenders = {EXT: partial(train_with_lightning, EXT), BY_HAND_TUNED: train_by_hand}
     results = measure_alternately(contenders, cases, rounds, length)
     for case, result in zip(cases, results, strict=True):
         result.update(count_traffic(case))
@@ -182,7 +182,7 @@ def count_traffic(case: Case) -> dict[str, float]:
         return calls[call](tensors, **kwargs)
 
     with mock.patch.multiple(hvd, **{call: partial(counting, call) for call in calls}):
-        train_with_lightning(OURS, case, length)
+        train_with_lightning(EXT, case, length)
     return {"calls": len(num_bytes) / length.total, "num_bytes": sum(num_bytes) / length.total}
 
 

@@ -38,10 +38,10 @@ from benchmarks.rank_launcher import join, run_ranks
 from benchmarks.report import Spread, of_slowest_rank, paired_ratio, parse, print_table, rotated, write_json
 
 STOCK = "ddp"
-OURS = "ddp_ext, shm"
-OURS_OVER_GLOO = "ddp_ext, gloo"
+EXT = "ddp_ext, shm"
+EXT_OVER_GLOO = "ddp_ext, gloo"
 #: Contender → strategy and backend.
-CONTENDERS = {STOCK: ("ddp", "gloo"), OURS: ("ddp_ext", "shm"), OURS_OVER_GLOO: ("ddp_ext", "gloo")}
+CONTENDERS = {STOCK: ("ddp", "gloo"), EXT: ("ddp_ext", "shm"), EXT_OVER_GLOO: ("ddp_ext", "gloo")}
 NUMBERS = (0, 1, 5, 20)
 NUM_EPOCH_KEYS = 40
 NUM_METRICS = 10
@@ -232,12 +232,12 @@ def present(title: str, summary: dict[str, Any]) -> None:
         ["added by 20 / added by 1", *(f"{summary['added_by_20_over_added_by_1'][name]:.2f}" for name in names)]
     )
     print_table(f"{title}: ms per step, or per end of an epoch", ["row", *names], table)
-    ours = [*summary["times_stock"]]
+    contenders = [*summary["times_stock"]]
     ratios = [
-        [label, *(Spread(**summary["times_stock"][name][label]).text() for name in ours)]
+        [label, *(Spread(**summary["times_stock"][name][label]).text() for name in contenders)]
         for label in summary["ms"][STOCK]
     ]
-    print_table(f"{title}: times the speed of {STOCK}", ["row", *ours], ratios)
+    print_table(f"{title}: times the speed of {STOCK}", ["row", *contenders], ratios)
 
 
 def measure_on_hosts(names: list[str], rounds: int, steps: int, rate: float) -> list[dict[str, Any]]:
@@ -293,7 +293,7 @@ def main() -> None:
     numbers = arguments.rounds, arguments.steps
     settings: dict[str, Any] = {"rounds": arguments.rounds, "steps": arguments.steps}
     if arguments.hosts:
-        per_rank = measure_on_hosts([STOCK, OURS_OVER_GLOO], *numbers, arguments.rate)
+        per_rank = measure_on_hosts([STOCK, EXT_OVER_GLOO], *numbers, arguments.rate)
         title, name, settings["rate"] = f"two hosts, {arguments.rate:g} Mbit/s", "logging_hosts", arguments.rate
     else:
         per_rank, title, name = run_ranks(measure, [*CONTENDERS], *numbers), "one host", "logging"

@@ -116,8 +116,8 @@ def costs_of(
 def _tree(cluster: Cluster, num_bytes: float) -> float:
     """Returns the seconds of halving and doubling, nearest peers first, so that hosts exchange only shares."""
     inside_s = halving_doubling(cluster.ranks_per_host, num_bytes, cluster.inside)
-    cable = cluster.between.shared_by(cluster.ranks_per_host)
-    return inside_s + halving_doubling(cluster.num_hosts, num_bytes / cluster.ranks_per_host, cable)
+    link = cluster.between.shared_by(cluster.ranks_per_host)
+    return inside_s + halving_doubling(cluster.num_hosts, num_bytes / cluster.ranks_per_host, link)
 
 
 def _local(cluster: Cluster, num_bytes: float, given: Compressions, all_reduce: AllReduce) -> tuple[Cost, float]:

@@ -55,7 +55,7 @@ from benchmarks import against, spawn_ray
 from benchmarks.contenders import silence_lightning
 from benchmarks.plots import draw_plot
 from benchmarks.report import Spread, paired_ratio, parse, print_table, rotated, write_json
-from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
+from benchmarks.spawn_cases import EXT, KINDS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
 from benchmarks.turns import Part, Row
 
 SAMPLE_MEMORY_EVERY_S = 0.001
@@ -78,20 +78,20 @@ class Pair:
 
     Attributes:
         peer: The other strategy.
-        ours: Strategy of this package.
-        time_goals: Largest accepted ratio of the time of ``ours`` to the time of ``peer``, by case.
+        ext: Strategy of this package.
+        time_goals: Largest accepted ratio of the time of ``ext`` to the time of ``peer``, by case.
         environment: Environment variables of the interpreters.
     """
 
     peer: str
-    ours: str = OURS
+    ext: str = EXT
     time_goals: Mapping[str, float] = field(default_factory=lambda: TIME_GOALS)
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of both strategies."""
-        return self.peer, self.ours
+        return self.peer, self.ext
 
 
 class MemorySampler(threading.Thread):
@@ -196,7 +196,7 @@ def rows(cases: list[dict[str, Any]]) -> dict[str, Row]:
     """Returns the rows of ``--against``: ``ddp_spawn_ext``, in a new interpreter per sample."""
 
     def measure(case: Case) -> dict[str, float]:
-        seconds, extra_mb = take_sample_again_if_it_fails(case, OURS, {})
+        seconds, extra_mb = take_sample_again_if_it_fails(case, EXT, {})
         figures = {f"{label}, s": value for label, value in seconds.items()}
         return figures if extra_mb is None else {**figures, f"{case.label}: peak extra memory, MB": extra_mb}
 
@@ -230,7 +230,7 @@ def summarize_time(label: str, pair: Pair, seconds: dict[str, list[float]]) -> d
     return {
         "case": label,
         "seconds": {name: vars(Spread.of(samples)) for name, samples in seconds.items()},
-        "ratios": {f"{pair.peer}/{pair.ours}": vars(paired_ratio(seconds[pair.peer], seconds[pair.ours]))},
+        "ratios": {f"{pair.peer}/{pair.ext}": vars(paired_ratio(seconds[pair.peer], seconds[pair.ext]))},
         "goal": None if goal is None else {"least_ratio": round(1 / goal, 4)},
         "rounds_seconds": {name: [round(sample, 4) for sample in samples] for name, samples in seconds.items()},
     }
@@ -271,7 +271,7 @@ def present(summaries: list[dict[str, Any]], pair: Pair) -> None:
             ]
             for row, summary in enumerate(times)
         ],
-        caption=f"A ratio above 1 means that {pair.ours} is faster.",
+        caption=f"A ratio above 1 means that {pair.ext} is faster.",
     )
     print_table(
         "peak extra memory of the main process over the size of the result: median [quartiles]",
@@ -281,7 +281,7 @@ def present(summaries: list[dict[str, Any]], pair: Pair) -> None:
                 summary["case"],
                 *(memory_spreads[one][row].text() for one in pair.names),
                 f"< {MEMORY_GOAL}",
-                goal_text(memory_spreads[pair.ours][row].median < MEMORY_GOAL),
+                goal_text(memory_spreads[pair.ext][row].median < MEMORY_GOAL),
             ]
             for row, summary in enumerate(memory)
         ],
@@ -313,8 +313,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--against does not measure workers on Ray. Omit --ray.")
     if arguments.ray and not spawn_ray.is_available():
         parser.error("--ray requires Ray: pip install 'ray[train]'")
-    if arguments.peer == OURS:
-        parser.error(f"--peer {OURS} would compare {OURS} with itself")
+    if arguments.peer == EXT:
+        parser.error(f"--peer {EXT} would compare {EXT} with itself")
     return arguments
 
 

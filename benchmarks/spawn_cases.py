@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-OURS = "ddp_spawn_ext"
+EXT = "ddp_spawn_ext"
 NUM_WORKERS = 2
 TENSOR_MB = 10
 FLOATS_PER_MB = 2**20 // 4
@@ -167,7 +167,7 @@ class Contender:
 
     def __init__(self, strategy: str, directory: Path) -> None:
         self.clock = Clock(directory)
-        self.writer = None if strategy == OURS else FileWriter(directory)
+        self.writer = None if strategy == EXT else FileWriter(directory)
         self.trainer = make_trainer(NUM_WORKERS, strategy, [self.clock, *([self.writer] if self.writer else [])])
 
     def predict(self, model: Model, shape: tuple[int, int]) -> Any:
@@ -230,7 +230,7 @@ class FirstOfEach(Dataset[list[Tensor]]):
         return [self.samples[index, :1].clone()]
 
 
-def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
+def measure_result_transfer(contender: Contender, case: Case) -> dict[str, Any]:
     """Returns the seconds from the end of training in a worker to the return of ``fit``."""
     model = Model(frozen_mb=case.result_mb)
     contender.trainer.fit(model, make_loader(SMALL_CASE[0]))
@@ -264,7 +264,7 @@ def run_script(contender: Contender, case: Case) -> dict[str, Any]:
 KINDS = {
     "start": measure_start,
     "large data": measure_large_data,
-    "bring back": measure_bring_back,
+    "bring back": measure_result_transfer,
     "predictions": measure_predictions,
     "script": run_script,
 }

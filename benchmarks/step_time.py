@@ -71,8 +71,8 @@ from benchmarks.report import (
 )
 from benchmarks.turns import Part, Row
 
-OURS = "ddp_ext"
-OURS_OVER_GLOO = "ddp_ext, gloo"
+EXT = "ddp_ext"
+EXT_OVER_GLOO = "ddp_ext, gloo"
 BY_HAND = "raw torch"
 BY_HAND_OVER_SHM = "raw torch, shm"
 BY_HAND_ONE_RANK = "raw torch, one rank"
@@ -82,17 +82,17 @@ ACCUMULATE = 4
 NUM_HIDDEN = 249
 #: Goals: ratio, case, and smallest accepted ratio.
 LEAST = (
-    (f"ddp/{OURS}", "h=32 plain", 3.1),
-    (f"ddp/{OURS}", "h=32 metric", 3.2),
-    (f"ddp/{OURS}", "h=32 accumulate 4", 2.8),
-    (f"ddp/{OURS}", "h=32 BatchNorm", 2.8),
-    (f"ddp/{OURS}", "h=1024 plain", 2.4),
+    (f"ddp/{EXT}", "h=32 plain", 3.1),
+    (f"ddp/{EXT}", "h=32 metric", 3.2),
+    (f"ddp/{EXT}", "h=32 accumulate 4", 2.8),
+    (f"ddp/{EXT}", "h=32 BatchNorm", 2.8),
+    (f"ddp/{EXT}", "h=1024 plain", 2.4),
 )
 #: Goals: ratio, case, and largest accepted ratio.
 MOST = (
-    (f"{OURS}/{ALONE}", "h=32 plain", 1.3),
-    (f"{OURS}/{ALONE}", "h=32 metric", 1.2),
-    (f"{OURS}/{ALONE}", "h=1024 plain", 1.25),
+    (f"{EXT}/{ALONE}", "h=32 plain", 1.3),
+    (f"{EXT}/{ALONE}", "h=32 metric", 1.2),
+    (f"{EXT}/{ALONE}", "h=1024 plain", 1.25),
     (f"{BY_HAND_OVER_SHM}/{BY_HAND_ONE_RANK}", "h=32 plain", 1.15),
     (f"{BY_HAND_OVER_SHM}/{BY_HAND_ONE_RANK}", "h=1024 plain", 1.15),
 )
@@ -104,13 +104,13 @@ def contenders_on(accelerator: str, peer: str) -> dict[str, Training]:
         device = torch.device("cuda", torch.cuda.current_device())
         return {
             peer: partial(train_with_lightning, peer, accelerator="gpu"),
-            OURS: partial(train_with_lightning, OURS, accelerator="gpu"),
+            EXT: partial(train_with_lightning, EXT, accelerator="gpu"),
             BY_HAND: partial(train_by_hand, device=device),
         }
     return {
         peer: partial(train_over, "gloo", partial(train_with_lightning, peer)),
-        OURS: partial(train_over, "shm", partial(train_with_lightning, OURS)),
-        OURS_OVER_GLOO: partial(train_over, "gloo", partial(train_with_lightning, OURS)),
+        EXT: partial(train_over, "shm", partial(train_with_lightning, EXT)),
+        EXT_OVER_GLOO: partial(train_over, "gloo", partial(train_with_lightning, EXT)),
         BY_HAND: partial(train_over, "gloo", train_by_hand),
         BY_HAND_OVER_SHM: partial(train_over, "shm", train_by_hand),
         BY_HAND_ONE_RANK: partial(train_over, "shm", train_by_hand_in_one_rank),
@@ -185,7 +185,7 @@ def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) 
     return {
         f"{case.label}: {name}": Row(partial(measure, case, name), ["DDPStrategy"] if name != BY_HAND else [])
         for case in (Case(**one) for one in cases)
-        for name in (OURS, OURS_OVER_GLOO, BY_HAND)
+        for name in (EXT, EXT_OVER_GLOO, BY_HAND)
         if name in contenders
     }
 
@@ -194,7 +194,7 @@ def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str
     """Merges the measurements of one case; the slower rank of a round counts."""
     ms = of_slowest_rank([rank["ms"] for rank in per_rank])
     peak_mb = of_slowest_rank([rank["peak_mb"] for rank in per_rank])
-    pairs = [(peer, OURS), (peer, OURS_OVER_GLOO), (BY_HAND, OURS), (BY_HAND, BY_HAND_OVER_SHM), (OURS, ALONE)]
+    pairs = [(peer, EXT), (peer, EXT_OVER_GLOO), (BY_HAND, EXT), (BY_HAND, BY_HAND_OVER_SHM), (EXT, ALONE)]
     pairs.append((BY_HAND_OVER_SHM, BY_HAND_ONE_RANK))
     pairs = [(above, below) for above, below in pairs if below in ms]
     return {
@@ -214,7 +214,7 @@ def growth(summaries: list[dict[str, Any]]) -> str:
     """Compares later with earlier rounds in one line: time of ``ddp_ext``, and memory and threads of rank 0."""
     drifts, megabytes = [], []
     for summary in summaries:
-        times, rss_mb = summary["rounds_ms_per_step"][OURS], summary["rounds_rank_0"]["rss_mb"]
+        times, rss_mb = summary["rounds_ms_per_step"][EXT], summary["rounds_rank_0"]["rss_mb"]
         half = len(times) // 2
         if half:
             drifts.append(Spread.of(times[-half:]).median / Spread.of(times[:half]).median)
@@ -223,7 +223,7 @@ def growth(summaries: list[dict[str, Any]]) -> str:
     if not drifts:
         return "Growth over rounds: requires at least two rounds."
     return (
-        f"Time of later rounds over earlier rounds, {OURS}, median of the cases: {Spread.of(drifts).text()}. Rank 0:"
+        f"Time of later rounds over earlier rounds, {EXT}, median of the cases: {Spread.of(drifts).text()}. Rank 0:"
         f" {Spread.of(megabytes).median:+.2f} MB per round, {threads[0]} threads after the first case and"
         f" {threads[-1]} after the last."
     )
@@ -302,8 +302,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds and --steps must be positive")
     if arguments.accelerator == "gpu" and not torch.cuda.is_available():
         parser.error("--accelerator gpu requires a GPU, but torch.cuda.is_available() is False")
-    if arguments.peer == OURS:
-        parser.error(f"--peer {OURS} would compare {OURS} with itself")
+    if arguments.peer == EXT:
+        parser.error(f"--peer {EXT} would compare {EXT} with itself")
     return arguments
 
 

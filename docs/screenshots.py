@@ -50,7 +50,7 @@ class Browser:
 
     def __init__(self, program: str, home: str) -> None:
         to_browser, self._commands = _pipe()
-        self._answers, from_browser = _pipe()
+        self._replies, from_browser = _pipe()
         options = [
             "--headless=new",
             "--remote-debugging-pipe",
@@ -91,11 +91,11 @@ class Browser:
         session = {} if self._session is None else {"sessionId": self._session}
         message = {"id": self._number, "method": method, "params": parameters, **session}
         os.write(self._commands, json.dumps(message).encode() + b"\0")
-        while (answer := self._receive()).get("id") != self._number:
+        while (reply := self._receive()).get("id") != self._number:
             pass
-        if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']['message']}")
-        return answer["result"]  # type: ignore[no-any-return]
+        if "error" in reply:
+            raise RuntimeError(f"{method}: {reply['error']['message']}")
+        return reply["result"]  # type: ignore[no-any-return]
 
     def wait_for(self, event: str) -> None:
         """Waits for an event."""
@@ -109,7 +109,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            received = os.read(self._answers, 1 << 20)
+            received = os.read(self._replies, 1 << 20)
             if not received:
                 raise RuntimeError(f"The browser has exited. Its output:\n{self._log.read_text()}")
             self._rest += received

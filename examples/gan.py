@@ -157,7 +157,7 @@ def frechet_distance(images: Tensor, others: Tensor) -> float:
     return float(between_means + covariances[0].trace() + covariances[1].trace() - 2 * product.sqrt().sum())
 
 
-class Judge:
+class Evaluator:
     """Compares drawn images with real images.
 
     Args:
@@ -215,9 +215,9 @@ def main() -> None:
     trainer.fit(model, data.train_dataloader())
 
     if trainer.is_global_zero:
-        trained, judge = model.cpu().draw(NUM_DRAWN_PER_CLASS), Judge(data)
+        trained, evaluator = model.cpu().draw(NUM_DRAWN_PER_CLASS), Evaluator(data)
         columns: dict[str, Any] = {"before": untrained, "after": trained, "real": data.held_out_set.tensors}
-        measured = [judge.measure(*images) for images in columns.values()]
+        measured = [evaluator.measure(*images) for images in columns.values()]
         table = Table("images", *columns, title=f"Drawn digits, after {trainer.global_step // 2} steps of each network")
         for name, *row in zip(["classified as requested", "Fréchet distance to real ones"], *measured, strict=True):
             table.add_row(name, *row)

@@ -234,7 +234,7 @@ class CoordinatedStop:
         if self._agreement is not None:
             self._agreement.abandon()
 
-    def forget(self) -> None:
+    def drop_agreement(self) -> None:
         """Drops an agreement that :meth:`abandon` has ended."""
         self._agreement = self.early_stop = None
 

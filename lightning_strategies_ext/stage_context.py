@@ -44,7 +44,7 @@ class ParameterTracker(Protocol):
     def find_added(self, model: Any) -> Sequence[Tensor]:
         """Returns the parameters of a model that were added to it, or have replaced others."""
 
-    def follow_added(self, model: Any) -> None:
+    def include_added(self, model: Any) -> None:
         """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
 
 
@@ -328,7 +328,7 @@ class StageContext:
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self.coordinated_stop.forget()
+        self.coordinated_stop.drop_agreement()
         self._stage_exit_handler = None
         self._end_exchange()
 

@@ -46,7 +46,7 @@ def environment(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Env
 
 
 def test_the_names_are_those_of_the_checkout(environment: Environment, checkout: Path):
-    report = environment.report("import json, lightning_strategies_ext as ours; print(json.dumps(ours.__file__))")
+    report = environment.report("import json, lightning_strategies_ext as ext; print(json.dumps(ext.__file__))")
     assert report.value == str(checkout / "lightning_strategies_ext" / "__init__.py")
     assert environment.report(REGISTERED).value is True
 

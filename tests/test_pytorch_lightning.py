@@ -190,18 +190,18 @@ except ValueError as error:
 else:
     print(json.dumps([DDPStrategy.__module__, ""]))
 """
-OURS = "from lightning_strategies_ext import DDPStrategy"
+EXT = "from lightning_strategies_ext import DDPStrategy"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("imports", "module", "advice"),
     [
-        (["import pytorch_lightning as pl", OURS], f"{lightning_names.MIRROR}.pytorch.ddp", ""),
-        (["import lightning.pytorch as pl", OURS], "lightning_strategies_ext.pytorch.ddp", ""),
-        ([OURS, "import lightning.pytorch as pl"], "lightning_strategies_ext.pytorch.ddp", ""),
+        (["import pytorch_lightning as pl", EXT], f"{lightning_names.MIRROR}.pytorch.ddp", ""),
+        (["import lightning.pytorch as pl", EXT], "lightning_strategies_ext.pytorch.ddp", ""),
+        ([EXT, "import lightning.pytorch as pl"], "lightning_strategies_ext.pytorch.ddp", ""),
         (
-            [OURS, "import pytorch_lightning as pl"],
+            [EXT, "import pytorch_lightning as pl"],
             "lightning_strategies_ext.pytorch.ddp",
             f"For the Trainer of `pytorch_lightning`: from {lightning_names.MIRROR} import DDPStrategy",
         ),

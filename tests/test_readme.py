@@ -149,8 +149,8 @@ def test_figures_are_those_of_the_documentation():
 
     names = ("", "`ddp_spawn`", "`ddp_spawn_ext`")
     workers = {name: seconds for name, *seconds in column("benchmarks.md", "## Workers", names)}
-    stock, ours = workers["from `test()` to the first batch, after that"]
-    assert f"`test` starts in {float(ours)} s, and in {float(stock):.1f} s with Lightning's `ddp_spawn`" in text
+    stock, ext = workers["from `test()` to the first batch, after that"]
+    assert f"`test` starts in {float(ext)} s, and in {float(stock):.1f} s with Lightning's `ddp_spawn`" in text
 
     lost_ranks = (REPOSITORY / "docs" / "benchmarks.md").read_text().split("\n## Lost ranks\n")[1].split("\n## ")[0]
     # Each size has a table of the recovery and one of steps and commits.

@@ -13,7 +13,7 @@ def logged_per_epoch(trainer: Any) -> list[Any]:
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
 
 
-def keep_key(metric: Any) -> None:
+def retain_key(metric: Any) -> None:
     """Keeps a synchronized key of ``self.log`` after a reset, for which only other ranks have values.
 
     ``valid_items`` skips a metric whose ``has_reset`` is True (2.5 to 2.6).
@@ -32,7 +32,7 @@ def drop_values(metric: Any) -> None:
     metric._forward_cache, metric._computed, metric.has_reset = None, None, False
     if metric.is_tensor:
         metric.reset()
-        keep_key(metric)
+        retain_key(metric)
 
 
 def logger_connector(trainer: Any) -> Any:

@@ -22,7 +22,7 @@ __all__ = [
     "revert_layer_sync",
     "set_checkpoint_io",
     "set_layer_sync",
-    "surround_stages_on_one_device",
+    "wrap_stages_on_one_device",
     "tear_down",
 ]
 
@@ -64,7 +64,7 @@ def tear_down(strategy: Any) -> None:
     strategy.checkpoint_io.teardown()
 
 
-def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], None]) -> None:
+def wrap_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], None]) -> None:
     """Calls ``begin`` before each stage of a Trainer on one device, and ``end`` after it if ``begin`` returned True.
 
     The strategy of such a Trainer is Lightning's own, so this function changes its class. ``setup_environment`` runs

@@ -34,10 +34,10 @@ class ExactSteps(Protocol):
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
         """Returns an object that replaces Lightning's fetcher in an evaluation."""
 
-    def around_step(self) -> AbstractContextManager[None]:
+    def wrap_step(self) -> AbstractContextManager[None]:
         """Returns a context manager for a step and its hooks."""
 
-    def around_evaluation(self) -> AbstractContextManager[None]:
+    def wrap_evaluation(self) -> AbstractContextManager[None]:
         """Returns a context manager for a whole evaluation."""
 
 
@@ -151,11 +151,11 @@ def shadow_evaluation_steps(trainer: Any, steps: ExactSteps) -> ExitStack:
         loop._data_fetcher = steps.shadow(loop._data_fetcher, limit, draws_for_the_step=draws_for_the_step)
 
     def run_step_in_context(*args: Any) -> None:
-        with steps.around_step():
+        with steps.wrap_step():
             run_step(*args)
 
     def run_in_context() -> Any:
-        with steps.around_evaluation():
+        with steps.wrap_evaluation():
             return run()
 
     stack = ExitStack()
@@ -327,12 +327,12 @@ def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
 
 def reset_training_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new training DataLoaders: resets ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
-    _forget_loaders(trainer.fit_loop)
+    _clear_loaders(trainer.fit_loop)
 
 
 def reset_validation_loaders(trainer: Any) -> None:
     """Makes ``fit`` create new validation DataLoaders."""
-    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+    _clear_loaders(trainer.fit_loop.epoch_loop.val_loop)
 
 
 def reset_loaders(trainer: Any) -> None:
@@ -341,7 +341,7 @@ def reset_loaders(trainer: Any) -> None:
     reset_validation_loaders(trainer)
 
 
-def _forget_loaders(loop: Any) -> None:
+def _clear_loaders(loop: Any) -> None:
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
     loop._combined_loader = loop._data_fetcher = None

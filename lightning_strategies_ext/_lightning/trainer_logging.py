@@ -43,7 +43,7 @@ class ValueExchange(Protocol):
     def compute_metrics(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
         """Computes metrics of torchmetrics; ``is_final`` as for :meth:`reduce_epoch`."""
 
-    def reduce_evaluation(self, results: "ExchangedResults", take_over: Callable[[int], Any]) -> None:
+    def reduce_evaluation(self, results: "ExchangedResults", update_epoch_metrics: Callable[[int], Any]) -> None:
         """Reduces the values of an evaluation, or of one of its DataLoaders, when the loop has reached the end."""
 
     def find_location(self) -> str:
@@ -270,9 +270,9 @@ class _ExchangingLoggerConnector(_LoggerConnector):
         if results.training:
             results.reduce_epoch(is_final=True)
         else:
-            results.exchange.reduce_evaluation(results, self._take_over)
+            results.exchange.reduce_evaluation(results, self._update_epoch_metrics)
 
-    def _take_over(self, dataloader_idx: int) -> None:
+    def _update_epoch_metrics(self, dataloader_idx: int) -> None:
         results: Any = self.trainer._results
         current, results.dataloader_idx = results.dataloader_idx, dataloader_idx
         self.update_eval_epoch_metrics()

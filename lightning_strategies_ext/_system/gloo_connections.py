@@ -144,11 +144,11 @@ def _check_user(pair: int) -> None:
 
 def _user_of(family: int, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
     """Returns the user of the process at one end of a connection; None if that end is not on this host."""
-    wanted = [_as_in_proc(family, local), _as_in_proc(family, remote), _ESTABLISHED]
+    expected = [_as_in_proc(family, local), _as_in_proc(family, remote), _ESTABLISHED]
     with suppress(OSError), open("/proc/net/tcp" if family == socket.AF_INET else "/proc/net/tcp6") as file:
         for line in file:
             fields = line.split()
-            if fields[1:4] == wanted:
+            if fields[1:4] == expected:
                 return int(fields[7])
     return None
 

@@ -42,9 +42,9 @@ def check_same_model(collectives: Collectives, module: torch.nn.Module, device: 
     others = (all_ranks != all_ranks[0]).any(dim=1).nonzero().flatten().tolist()
     if not others:
         return
-    here, there = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
+    first_lines, other_lines = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
     collectives.barrier()  # a rank that raises leaves the collectives, so all must have the lines
-    first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
+    first, other = next((a, b) for a, b in zip_longest(first_lines, other_lines, fillvalue="nothing more") if a != b)
     raise ModelMismatchError(
         f"The ranks have different `{type(module).__name__}` models: rank 0 has {first}, rank {others[0]} has"
         f" {other}. Build the model from the same arguments on every rank; its structure must not depend on the rank"

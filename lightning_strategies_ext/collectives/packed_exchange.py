@@ -267,8 +267,8 @@ class PackedExchange:
                 ranks.setdefault((digest, flag), []).append(rank)
         description = describe()
         contributions = [
-            Contribution(those, flag == FINAL, collectives.broadcast(description, those[0]))
-            for (_, flag), those in [*ranks.items()][:MAX_CONTRIBUTIONS]
+            Contribution(ranks_of_part, flag == FINAL, collectives.broadcast(description, ranks_of_part[0]))
+            for (_, flag), ranks_of_part in [*ranks.items()][:MAX_CONTRIBUTIONS]
         ]
         collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
         raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)

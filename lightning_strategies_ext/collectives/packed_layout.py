@@ -71,14 +71,14 @@ class PackedLayout:
     gathered_flags: "memoryview[int]"
 
     def __init__(self, kind: str, keys: Sequence[str], ops: Sequence[str], values: Sequence[Tensor]) -> None:
-        places = [
+        sort_keys = [
             (-value.element_size(), str(value.dtype), op, key, tuple(value.shape))
             for key, op, value in zip(keys, ops, values, strict=True)
         ]
-        text = repr((kind, sorted(places)))
+        text = repr((kind, sorted(sort_keys)))
         self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
         # Large elements first, so that each segment starts at a multiple of its element size.
-        self.order = sorted(range(len(values)), key=places.__getitem__)
+        self.order = sorted(range(len(values)), key=sort_keys.__getitem__)
         self.shapes = [value.shape for value in values]
         self.segments: list[_Segment] = []
         for (dtype, op), group in groupby(self.order, key=lambda index: (values[index].dtype, ops[index])):
@@ -116,13 +116,13 @@ class PackedLayout:
             self._allocate(rank, size)
         # Few operations on tensors, each of which takes a microsecond or more: a step has one exchange.
         self._bytes[:] = self._cleared[flag]
-        for segment, place in zip(self.segments, self._places, strict=True):
+        for segment, row in zip(self.segments, self._own_rows, strict=True):
             if len(segment.indices) == 1:
-                place.copy_(segment.select(values))
+                row.copy_(segment.select(values))
             elif segment.has_only_scalars:
-                torch.stack(segment.select(values), out=place)
+                torch.stack(segment.select(values), out=row)
             else:
-                torch.cat([value.reshape(-1) for value in segment.select(values)], out=place)
+                torch.cat([value.reshape(-1) for value in segment.select(values)], out=row)
 
     def _allocate(self, rank: int, size: int) -> None:
         memory = bytearray(size * MESSAGE_NUM_BYTES)
@@ -138,7 +138,7 @@ class PackedLayout:
             rows = self.gathered.view(size, -1)
             self.message = rows[rank]
             self._rows = self._separated_rows(rows.view(torch.uint8)[:, HEADER_NUM_BYTES:])
-        self._places = [of_ranks[rank] for of_ranks in self._rows]
+        self._own_rows = [of_ranks[rank] for of_ranks in self._rows]
         self._rank_and_size = rank, size
 
     def reduce_gathered(self) -> list[Tensor]:

@@ -68,7 +68,7 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def elastic_class_of(strategy_class: type) -> type:
-    """Returns the class of the object ``strategy_class(elastic=True)``: the elastic class that it names, or itself."""
+    """Returns the class of ``strategy_class(elastic=True)``: its elastic class, or else the class itself."""
     target = vars(strategy_class).get("elastic_class")
     if target is None:
         return strategy_class

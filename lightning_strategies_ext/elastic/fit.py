@@ -331,7 +331,7 @@ class ElasticFit:
     # --- between two steps ---
 
     def before_train_step(self, context: StageContext, any_rank: Callable[[bool], bool]) -> None:
-        """Commits if a commit is due, and leaves the world if the ranks have agreed to.
+        """Commits if a commit is due, and leaves the world if the ranks have agreed to leave it.
 
         Args:
             context: Stage context of the current world.

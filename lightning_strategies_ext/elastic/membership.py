@@ -106,7 +106,7 @@ class Membership(Protocol):
         """Requests a rank in the next world, after this rank has left its world, and waits for it.
 
         Args:
-            on_wait: Called several times per second with the seconds waited so far. An exception of it ends the wait.
+            on_wait: Called several times per second with the seconds waited so far. Its exceptions end the wait.
 
         Returns:
             The rank; None if this process gets none, because the next world has enough ranks or the job ends.

@@ -44,10 +44,10 @@ class TorchrunMembership:
         raise NotImplementedError
 
     def leave(self, *, is_coordinated: bool) -> None:
-        """A no-op: the process group ends with the process."""
+        """A no-op: the exit of the process closes its process group."""
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """Returns False: torchrun ends this rank together with the lost rank."""
+        """Returns False: torchrun terminates this rank after another rank is lost."""
         return False
 
     def listen(self) -> RestartListener:

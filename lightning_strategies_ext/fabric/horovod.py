@@ -286,15 +286,15 @@ class _Buffers:
         self._process_set = process_set
         self._broadcasts_in_steps = broadcasts_in_steps
         self._are_stale = True  # whether the buffers may differ between ranks
-        self._was_held_back = False
+        self._was_in_no_sync = False
 
     def __call__(self, wrapped: Module, args: Any) -> None:
         if not self._module.training:
             self.broadcast()
             return
-        if self._broadcasts_in_steps and not self._was_held_back:  # as in DDP
+        if self._broadcasts_in_steps and not self._was_in_no_sync:  # as in DDP
             self._collectives.broadcast_buffers(self._module, self._process_set, is_known_to_match=True)
-        self._are_stale, self._was_held_back = True, self._exchange.is_held_back
+        self._are_stale, self._was_in_no_sync = True, self._exchange.is_in_no_sync
 
     def broadcast(self) -> None:
         """Broadcasts the buffers unless they are equal since the last broadcast. Collective: all ranks call it."""
@@ -325,5 +325,5 @@ class _HorovodBackwardSync(strategy_parts.BackwardSyncControl):
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
         stack = ExitStack()
         if enabled and id(module) in self.exchanges:
-            stack.enter_context(self.exchanges[id(module)].held_back())
+            stack.enter_context(self.exchanges[id(module)].no_sync())
         return stack

@@ -62,7 +62,7 @@ class ExchangeLog:
     def summary(self, stage: int) -> ExchangeSummary:
         """Returns what the rank publishes."""
         with self._lock:
-            self._take_new()
+            self._process_new()
             runs = tuple((start, batch, step, length) for start, batch, step, length in self._runs)
             return ExchangeSummary(stage, self._count, self._digest, runs)
 
@@ -73,18 +73,18 @@ class ExchangeLog:
         equal, or if this rank has made fewer than the other.
         """
         with self._lock:
-            self._take_new()
+            self._process_new()
             first = self._count - len(self._batches)
             if not first <= other.count <= self._count or self._digests[other.count - first] == other.digest:
                 return None
             for start, batch, step, length in other.runs:
                 for index in range(max(start, first), start + length):
-                    theirs = batch + step * (index - start)
-                    if self._batches[index - first] != theirs:
-                        return index, self._batches[index - first] - 1, theirs - 1
+                    other_batch = batch + step * (index - start)
+                    if self._batches[index - first] != other_batch:
+                        return index, self._batches[index - first] - 1, other_batch - 1
             return first, -1, -1
 
-    def _take_new(self) -> None:
+    def _process_new(self) -> None:
         while self._new:
             batch = self._new.popleft()
             run = self._runs[-1] if self._runs else None
@@ -102,15 +102,15 @@ class ExchangeLog:
 
 def describe_difference(rank: int, other_rank: int, difference: tuple[int, int, int]) -> str:
     """Returns the first difference between the exchanges of two ranks as a sentence, with advice."""
-    index, own, theirs = difference
-    texts = {rank: own, other_rank: theirs}
+    index, own, other = difference
+    texts = {rank: own, other_rank: other}
     (first, first_batch), (second, second_batch) = sorted(texts.items())
     of_first, of_second = _describe(first_batch), _describe(second_batch)
     if first_batch >= 0 and second_batch >= 0:
         of_second = f"of batch {second_batch}"
     difference_text = (
         f"in gradient exchange {index}, rank {first} exchanged {of_first}, and rank {second} {of_second}"
-        if -1 not in (own, theirs)
+        if -1 not in (own, other)
         else f"rank {first} and rank {second} exchanged gradients of different batches"
     )
     return f"{difference_text}. {ADVICE}"

@@ -95,10 +95,10 @@ def _detect_hang(observed: Observation, hang_timeout_s: float) -> Failure | None
     if failure is None or any(map(observed.is_local, failure.ranks)):
         return failure
     # Their own host has more information and reports first if it can; the loss of the host is detected first too.
-    elsewhere_s = hang_timeout_s + REMOTE_MARGIN_S
-    failure = diagnose_hang(observed, elsewhere_s)
+    extended_timeout_s = hang_timeout_s + REMOTE_MARGIN_S
+    failure = diagnose_hang(observed, extended_timeout_s)
     ages_s = [observed.heartbeat_ages[rank] for rank in failure.ranks] if failure is not None else []
-    may_be_lost = any(elsewhere_s <= age_s < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for age_s in ages_s)
+    may_be_lost = any(extended_timeout_s <= age_s < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for age_s in ages_s)
     return None if may_be_lost else failure
 
 

@@ -85,12 +85,12 @@ class LocalStatus:
         own, before = self.own, self.own.num_started
         own.num_started = self._progress.num_started()
         self.activity.sample(elapsed_s, has_moved=own.num_started != before)
-        waiting_for = _END_OF_STAGE if own.state == "finished" else self._progress.pending_work()
-        is_same = waiting_for is not None and waiting_for is self._pending_work
-        is_in_collective = is_same or (waiting_for is None and self._is_in_collective())
+        pending_work = _END_OF_STAGE if own.state == "finished" else self._progress.pending_work()
+        is_same = pending_work is not None and pending_work is self._pending_work
+        is_in_collective = is_same or (pending_work is None and self._is_in_collective())
         has_waited = is_in_collective and (own.num_started == before or own.state == "finished")
         own.in_collective_s = own.in_collective_s + elapsed_s if has_waited else 0.0
-        self._pending_work = waiting_for
+        self._pending_work = pending_work
 
     def publish(self) -> None:
         """Publishes this rank's status, with the last sample of the training thread."""

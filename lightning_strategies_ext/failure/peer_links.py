@@ -82,7 +82,7 @@ class PeerLinks:
 
     Attributes:
         port: Port at which this rank listens; None if it does not.
-        kept_alive: Linked ranks whose loss the kernel detects, by TCP keepalive.
+        with_keepalive: Linked ranks whose loss the kernel detects, by TCP keepalive.
         closed: Ranks that have sent a goodbye.
         disconnected: Ranks whose processes have exited without a goodbye.
         unreachable: Ranks whose hosts do not respond.
@@ -90,7 +90,7 @@ class PeerLinks:
 
     def __init__(self, loop: SelectorLoop, on_message: Callable[[int, bytes], bool]) -> None:
         self.port: int | None = None
-        self.kept_alive: set[int] = set()
+        self.with_keepalive: set[int] = set()
         self.closed: set[int] = set()
         self.disconnected: set[int] = set()
         self.unreachable: set[int] = set()
@@ -191,7 +191,7 @@ class PeerLinks:
         self._links[rank] = link = _Link(end, rank)
         self._loop.add(end, partial(self._receive, link))
         if connections.enable_keepalive(end):
-            self.kept_alive.add(rank)
+            self.with_keepalive.add(rank)
         return link
 
     def _accept(self, listener: socket.socket) -> bool:

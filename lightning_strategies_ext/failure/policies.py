@@ -202,8 +202,8 @@ class KillHungRanks:
         is_confirmed = bool(ranks) and self._suspected_for_s >= CONFIRMATION_S
         # A rank without heartbeats has stopped its hang detection, or cannot kill another rank.
         monitoring = {rank for rank in alive if self._heartbeat_ages.age_s[rank] < HEARTBEAT_TIMEOUT_S}
-        killers = monitoring - set(ranks) or monitoring
-        return failure if is_confirmed and self._rank == min(killers) else None
+        candidates = monitoring - set(ranks) or monitoring
+        return failure if is_confirmed and self._rank == min(candidates) else None
 
     def _is_in_collective(self, status: RankStatus) -> bool:
         return status.in_collective_s > 0 and self._heartbeat_ages.age_s[status.rank] < self._hang_timeout_s

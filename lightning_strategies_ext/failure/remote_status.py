@@ -120,10 +120,10 @@ class RemoteStatus:
     def lost_ranks(self) -> list[int]:
         """Returns the ranks of a lost host that this rank is linked with, or an empty list."""
         late = time.monotonic() - self._lost_s
-        silent = {
-            rank for rank in self._links.ranks - self._links.kept_alive if self._received_at.get(rank, late) < late
+        timed_out = {
+            rank for rank in self._links.ranks - self._links.with_keepalive if self._received_at.get(rank, late) < late
         }
-        return self._ranks_on_same_host(min(lost)) if (lost := self._links.unreachable | silent) else []
+        return self._ranks_on_same_host(min(lost)) if (lost := self._links.unreachable | timed_out) else []
 
     def unknown_ranks(self) -> set[int]:
         """Returns the ranks of other hosts whose first status rank 0 still expects; empty on other ranks."""

@@ -217,12 +217,12 @@ def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision 
     number = min((vote.agreement_id for vote in begun if not vote.is_closed), default=None)
     if before is not None and before.agreement_id == number and before.last_step is not None:
         return before
-    here = [vote for vote in begun if vote.agreement_id == number]
-    if number is None or not any(vote.is_requested for vote in here):
+    current_votes = [vote for vote in begun if vote.agreement_id == number]
+    if number is None or not any(vote.is_requested for vote in current_votes):
         return None
-    are_all_here = len(begun) == len(votes) and all(vote.agreement_id >= number for vote in begun)
-    steps = [vote.last_started_step for vote in here if vote.last_started_step is not None]
-    return StopDecision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
+    have_all_begun = len(begun) == len(votes) and all(vote.agreement_id >= number for vote in begun)
+    steps = [vote.last_started_step for vote in current_votes if vote.last_started_step is not None]
+    return StopDecision(number, max(steps) if have_all_begun and len(steps) == len(current_votes) else None)
 
 
 class StoreAgreement(StopAgreement):

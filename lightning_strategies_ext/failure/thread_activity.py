@@ -104,15 +104,15 @@ class ThreadActivity:
         """
         frames = self._frames()
         self.module = _module_of(frames[0]) if frames else ""
-        place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        position = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         counts = self._count()
-        is_still = place == self._stack_position and not has_moved
+        is_still = position == self._stack_position and not has_moved
         is_busy = counts.exceeds(self._counts, elapsed_s)
         if is_still and not is_busy and self.unchanged_s >= _WAITS_S and _is_waiting_for_batch(frames):
             is_busy = self._are_dataloader_workers_busy(elapsed_s)
         self.unchanged_s = self.unchanged_s + elapsed_s if is_still else 0.0
         self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
-        self._stack_position, self._counts = place, counts
+        self._stack_position, self._counts = position, counts
 
     @property
     def is_in_debugger(self) -> bool:

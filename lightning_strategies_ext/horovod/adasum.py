@@ -48,7 +48,7 @@ class AdasumExchange:
             )
 
     @contextmanager
-    def around_step(self, optimizer: Optimizer) -> Generator[None, None, None]:
+    def wrap_step(self, optimizer: Optimizer) -> Generator[None, None, None]:
         """Replaces the update of a step of the optimizer in the context with the combined update of all ranks."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         moved = [

@@ -114,9 +114,9 @@ class HorovodCollectives(Collectives):
         name = f"lightning_strategies_ext.gather.{process_set.process_set_id}"
         sizes_handle = hvd.allgather_async(num_rows, name=f"{name}.sizes", process_set=process_set)
         flat = rows.detach().contiguous().view(len(rows), prod(rows.shape[1:]))
-        is_carried = flat.dtype in self.native_dtypes
-        carried = flat if is_carried else flat.view(torch.uint8)
-        data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
+        is_native = flat.dtype in self.native_dtypes
+        wire = flat if is_native else flat.view(torch.uint8)
+        data_handle = hvd.allgather_async(wire, name=name, process_set=process_set)
         gathered = synchronize(data_handle, process_set)
         sizes = synchronize(sizes_handle, process_set).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
@@ -187,18 +187,18 @@ class HorovodCollectives(Collectives):
     def _broadcast(self, tensors: Iterable[Tensor], src: int, group: Any = None) -> None:
         handles, copies = [], []
         for index, tensor in enumerate(tensors):
-            carried = tensor
+            wire = tensor
             if tensor.dtype not in self.native_dtypes or not tensor.is_contiguous():
-                carried = tensor.contiguous().view(-1).view(torch.uint8)
-                copies.append((tensor, carried))
-            if carried.numel():
+                wire = tensor.contiguous().view(-1).view(torch.uint8)
+                copies.append((tensor, wire))
+            if wire.numel():
                 name = f"lightning_strategies_ext.broadcast.{index}"
-                handles.append(hvd.broadcast_async_(carried, src, name=name, process_set=_process_set(group)))
+                handles.append(hvd.broadcast_async_(wire, src, name=name, process_set=_process_set(group)))
         for handle in handles:
             synchronize(handle, group)
-        for tensor, carried in copies:
-            if carried.data_ptr() != tensor.data_ptr():
-                tensor.copy_(carried.view(tensor.dtype).view(tensor.shape))
+        for tensor, wire in copies:
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))
 
 
 class _GatherRows(torch.autograd.Function):

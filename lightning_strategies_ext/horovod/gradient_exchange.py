@@ -2,9 +2,9 @@
 
 The all-reduce of a gradient starts as soon as autograd has accumulated it; small gradients are reduced in groups. At
 the end of each backward pass, autograd calls back, and the exchange waits for the remaining gradients: when
-``loss.backward()`` returns, hooks, clipping, and the optimizer use the gradients of all ranks. While the exchange is
-held back, gradients accumulate locally. The next backward pass that is not held back exchanges their sum, so each
-accumulation window has one exchange.
+``loss.backward()`` returns, hooks, clipping, and the optimizer use the gradients of all ranks. In ``no_sync``,
+gradients accumulate locally. The next backward pass outside of ``no_sync`` exchanges their sum, so each accumulation
+window has one exchange.
 
 Adasum combines parameter updates of the ranks' optimizers instead of gradients (as Horovod's ``DistributedOptimizer``
 does), see :mod:`.adasum`.
@@ -59,8 +59,8 @@ class HorovodGradientExchange:
         module: Module on its device, with equal weights on all ranks.
         options: Options of the exchange.
         prefix: Prefix of the names of operations; equal on all ranks, and different for each exchange.
-        together: All exchanges of the same backward passes, in the same order on all ranks; the caller appends this
-            exchange. None if there is no other.
+        shared_exchanges: All exchanges of the same backward passes, in the same order on all ranks; the caller appends
+            this exchange. None if there is no other.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HorovodGradientExchange:
         module: Module,
         options: HorovodExchangeOptions,
         prefix: str = "gradient",
-        together: "list[HorovodGradientExchange] | None" = None,
+        shared_exchanges: "list[HorovodGradientExchange] | None" = None,
     ) -> None:
         import horovod.torch as hvd
 
@@ -76,13 +76,13 @@ class HorovodGradientExchange:
         self._options = options
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._prefix = prefix
-        self._shared_exchanges = together
+        self._shared_exchanges = shared_exchanges
         # Under manual optimization, a backward pass that bypasses the strategy is a user error.
         self._is_automatic: bool = getattr(module, "automatic_optimization", True)
-        self._take_parameters(module)
+        self._register_parameters(module)
         #: Contributing ranks, the others are shadowing; None if all ranks contribute.
         self.contributors: Sequence[int] | None = None
-        self.is_held_back = False
+        self.is_in_no_sync = False
         #: Broadcasts the buffers of a rank; None unless each step broadcasts the buffers of rank 0.
         self.broadcast_buffers: Callable[[int | None], None] | None = None
         #: Whether a backward pass of the strategy runs. Gradients of other passes stay local, as under DDP.
@@ -103,7 +103,7 @@ class HorovodGradientExchange:
         self._hooks: dict[Parameter, Any] = {}
         self._hook_in()
 
-    def _take_parameters(self, module: Module) -> None:
+    def _register_parameters(self, module: Module) -> None:
         self._names = {parameter: f"{self._prefix}.{name}" for name, parameter in exchanged_parameters(module)}
         self._groups = _groups(list(self._names), self._options.num_groups)
 
@@ -111,32 +111,32 @@ class HorovodGradientExchange:
         """Returns the parameters that were added to the module or replaced others, and are not exchanged yet."""
         return [parameter for _, parameter in exchanged_parameters(module) if parameter not in self._names]
 
-    def follow_added(self, module: Module) -> None:
+    def include_added(self, module: Module) -> None:
         """Includes added parameters in the exchange. Collective: all ranks call it."""
-        self._take_parameters(module)
+        self._register_parameters(module)
         self._hook_in()
 
     @contextmanager
-    def held_back(self) -> Generator[None, None, None]:
+    def no_sync(self) -> Generator[None, None, None]:
         """Disables the exchange inside the context; gradients accumulate locally."""
-        before, self.is_held_back = self.is_held_back, True
+        before, self.is_in_no_sync = self.is_in_no_sync, True
         try:
             yield
         finally:
-            self.is_held_back = before
+            self.is_in_no_sync = before
 
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, leave the contribution of this rank unchanged."""
         self._saved_gradients = {}
         self.has_contributed = True
         # The contributing ranks also have exchanged gradients, so this rank need not contribute them.
-        if self.is_held_back or self._has_own:
+        if self.is_in_no_sync or self._has_own:
             self._saved_gradients = {
                 parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
             }
 
     def begin(self, loss: Tensor) -> None:
-        """Enables the exchange in the next backward pass, for all exchanges of ``together``.
+        """Enables the exchange in the next backward pass, for all exchanges of ``shared_exchanges``.
 
         Args:
             loss: Tensor on which the strategy calls ``backward``.
@@ -154,7 +154,7 @@ class HorovodGradientExchange:
                 )
             exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
             exchange.has_contributed = exchange._saved_gradients is not None
-            does_exchange = does_exchange or not exchange.is_held_back
+            does_exchange = does_exchange or not exchange.is_in_no_sync
         if does_exchange and loss.requires_grad:
             # Queue in the pass of the loss itself, not in a nested pass of a reentrant checkpoint.
             self._loss_hook = loss.register_hook(self._queue)
@@ -169,7 +169,7 @@ class HorovodGradientExchange:
             self._loss_hook.remove()
             self._loss_hook = None
         self.is_in_backward = False
-        if self.is_held_back or not self._process_set.included():
+        if self.is_in_no_sync or not self._process_set.included():
             self._has_own = self._has_own or self._saved_gradients is None
         elif not self._num_finished:
             self._exchange_rest()  # the pass has reached no parameter on this rank
@@ -198,7 +198,7 @@ class HorovodGradientExchange:
 
     def _exchange_rest(self) -> None:
         """Exchanges the remaining gradients, and waits for all gradients."""
-        if self.is_held_back or not self._process_set.included():
+        if self.is_in_no_sync or not self._process_set.included():
             return
         self._num_finished += 1
         self.has_contributed, self._has_own = True, False
@@ -281,7 +281,7 @@ class HorovodGradientExchange:
             return
         if self._saved_gradients is not None:
             self._restore(parameter, self._saved_gradients.get(parameter))
-        if not self.is_held_back and self._process_set.included():
+        if not self.is_in_no_sync and self._process_set.included():
             if self._num_finished and self._options.op == "sum":
                 raise RuntimeError(
                     "`op='sum'`: a second backward pass in `backward` or `on_after_backward` computed"
@@ -293,7 +293,7 @@ class HorovodGradientExchange:
             self._start(parameter)
 
     def _mark_local(self, parameter: Parameter) -> None:
-        if not self._is_automatic and not self.is_held_back:
+        if not self._is_automatic and not self.is_in_no_sync:
             raise RuntimeError(
                 f"A backward pass outside of `self.manual_backward` computed {self._names[parameter]}, which the"
                 " ranks would not exchange. Call `self.manual_backward(loss)` instead of `loss.backward()`. For"

@@ -13,17 +13,17 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 
 #: Time for which a rank polls without sleeping, in seconds. Cores that became idle between the messages of a short
 #: exchange took a tenth of a step to wake (h=1024 of ``benchmarks.horovod``, over MPI, on an idle virtual machine).
-_AWAKE_S = 1e-3
+_YIELD_S = 1e-3
 #: Minimum sleep between two polls, in seconds; the kernel adds about 60 microseconds. Horovod itself looks for work
 #: once per cycle, one millisecond by default.
-_PAUSE_S = 2e-5
+_MIN_SLEEP_S = 2e-5
 #: Sleep as a fraction of the time waited so far, and its maximum in seconds.
-_PART = 0.05
-_LONGEST_PAUSE_S = 5e-3
+_SLEEP_FRACTION = 0.05
+_MAX_SLEEP_S = 5e-3
 
 
 #: The operation of all ranks that the training thread waits for, as an object of its own, or None.
-_waited_for: list[object] = [None]
+_pending_work: list[object] = [None]
 
 
 class HorovodProgress(CollectiveProgress):
@@ -31,7 +31,7 @@ class HorovodProgress(CollectiveProgress):
 
     def pending_work(self) -> Any:
         """Returns the operation that this rank waits for; None if there is none."""
-        return _waited_for[0]
+        return _pending_work[0]
 
 
 def synchronize(handle: Any, process_set: Any = None) -> Any:
@@ -51,14 +51,14 @@ def synchronize(handle: Any, process_set: Any = None) -> Any:
 
     began_at = time.monotonic()
     if process_set is None or process_set.process_set_id == 0:
-        _waited_for[0] = [handle]
+        _pending_work[0] = [handle]
     try:
         while not hvd.poll(handle):
             waited_s = time.monotonic() - began_at
-            if waited_s < _AWAKE_S:
+            if waited_s < _YIELD_S:
                 os.sched_yield()
             else:
-                time.sleep(min(max(_PAUSE_S, _PART * waited_s), _LONGEST_PAUSE_S))
+                time.sleep(min(max(_MIN_SLEEP_S, _SLEEP_FRACTION * waited_s), _MAX_SLEEP_S))
         return hvd.synchronize(handle)
     except ValueError as error:  # another thread has shut Horovod down, which cleared the handles
         from horovod.common.exceptions import HorovodInternalError
@@ -67,4 +67,4 @@ def synchronize(handle: Any, process_set: Any = None) -> Any:
             f"Horovod has been shut down while this rank waited for an operation: {error}"
         ) from error
     finally:
-        _waited_for[0] = None
+        _pending_work[0] = None

@@ -95,9 +95,9 @@ class Mailbox:
             token = uuid.uuid4().hex
             self._shared.set("token", token)
         else:
-            give_up_at = time.monotonic() + _TOKEN_S
+            deadline = time.monotonic() + _TOKEN_S
             while not self._shared.check(["token"]):
-                if self._is_over or time.monotonic() > give_up_at:
+                if self._is_over or time.monotonic() > deadline:
                     return None
                 time.sleep(5 * _POLL_S)
             token = self._shared.get("token").decode()

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_strategies_ext import arguments
 from lightning_strategies_ext.checks import ChecksOptions, check_can_skip, check_checks
 from lightning_strategies_ext.elastic.arguments import check_elastic_compatible
-from lightning_strategies_ext.torch_distributed.bucket_search import take_auto
+from lightning_strategies_ext.torch_distributed.bucket_search import pop_auto
 from lightning_strategies_ext.torch_distributed.compression.config import (
     Compression,
     CompressionName,
@@ -74,7 +74,7 @@ def resolve_exchange(
     """
     check_ddp_kwargs(ddp_kwargs, may_search=True)
     others = {"ddp_comm_hook": hook[1], "compression": compression, "uneven_inputs": uneven_inputs}
-    tunes_buckets = take_auto(ddp_kwargs, **others)
+    tunes_buckets = pop_auto(ddp_kwargs, **others)
     options = GradientSyncOptions(*hook, resolve_compression(compression))
     if is_elastic:  # first, because the next checks would recommend or name a mode that elastic training sets
         check_elastic_compatible(uneven_inputs, options.model_averaging_argument)

@@ -300,11 +300,11 @@ class CommunicationMonitor(Callback):
         """Adds a value to the progress bar without ``self.log``, which is for the user's metrics."""
         get_metrics = progress_bar.get_metrics
 
-        def get_metrics_and_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            ours = {} if self._shown is None else {"comm": self._shown}
-            return {**get_metrics(*args, **kwargs), **ours}
+        def get_metrics_with_shown(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            shown = {} if self._shown is None else {"comm": self._shown}
+            return {**get_metrics(*args, **kwargs), **shown}
 
-        progress_bar.get_metrics = get_metrics_and_ours
+        progress_bar.get_metrics = get_metrics_with_shown
 
         def undo() -> None:
             with suppress(AttributeError):
@@ -375,12 +375,12 @@ def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
 
 def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> JobTraits:
     strategy = trainer.strategy
-    is_ours = isinstance(strategy, ParallelStrategy)
+    is_ext_strategy = isinstance(strategy, ParallelStrategy)
     model = strategy.model
     return JobTraits(
         compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
         num_buckets=DDPExchangeTimer(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
         num_hosts=len({window.host for window in windows}),
         is_compressed=isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None,
-        is_stock=not is_ours and isinstance(model, DistributedDataParallel),
+        is_stock=not is_ext_strategy and isinstance(model, DistributedDataParallel),
     )

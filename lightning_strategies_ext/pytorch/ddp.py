@@ -44,7 +44,7 @@ from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_fit,
 from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exchanges, record_ddp_exchange
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
-from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, no_device_error, set_aside_group
+from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, hide_group_on_one_device, no_device_error
 from lightning_strategies_ext.stage_context import EngineGroup
 from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
@@ -209,7 +209,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._worker is None or not self._worker.is_continuation:
             reset_seed()
         self.set_world_ranks()
-        self._has_hidden_group = set_aside_group(self.world_size)
+        self._has_hidden_group = hide_group_on_one_device(self.world_size)
         leave = process_group.stop if process_group.has_others() else None
         self._enter_stage(EngineGroup(self._join_group, leave, disconnect, DefaultGroupProgress()))
 
@@ -393,7 +393,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         super().teardown()
         if self._has_hidden_group:
             self._has_hidden_group = False
-            process_group.bring_back()
+            process_group.restore_default_group()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

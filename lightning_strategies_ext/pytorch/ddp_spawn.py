@@ -83,23 +83,23 @@ class DDPSpawnStrategy(DDPStrategy):
                 " DDPStrategy for scripts that run once per device."
             )
         super().__init__(*args, start_method=start_method, **kwargs)  # type: ignore[misc]  # not among `args`
-        self._wants_sync_batchnorm = False
+        self._uses_sync_batchnorm = False
         self.keep_workers = keep_workers
         self.loader_states: list[dict[str, Any]] = []
 
     @property
     def sync_batchnorm(self) -> bool:
         """Whether BatchNorm layers are converted to SyncBatchNorm for training."""
-        return self._wants_sync_batchnorm or isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm)
+        return self._uses_sync_batchnorm or isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm)
 
     @sync_batchnorm.setter
     def sync_batchnorm(self, sync_batchnorm: bool) -> None:
-        self._wants_sync_batchnorm = sync_batchnorm
+        self._uses_sync_batchnorm = sync_batchnorm
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._wants_sync_batchnorm and strategy_parts.layer_sync(self) is None:
+        if self._uses_sync_batchnorm and strategy_parts.layer_sync(self) is None:
             strategy_parts.set_layer_sync(self, TorchSyncBatchNorm())
 
     @override

@@ -146,7 +146,7 @@ class DataParallelStrategy(LightningParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Prepares the root device, and hides an existing default process group during the stage."""
-        self._has_hidden_group = process_group.set_aside()
+        self._has_hidden_group = process_group.hide_default_group()
         super().setup_environment()
 
     @override
@@ -282,7 +282,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         super().teardown()
         if self._has_hidden_group:
             self._has_hidden_group = False
-            process_group.bring_back()
+            process_group.restore_default_group()
 
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:

@@ -102,9 +102,9 @@ class ElasticStrategy(ParallelStrategy, ABC):
         if self._fit is None or self._stage_context.local_collectives is not None:
             return
         self._fit.after_train_start()
-        self._follow_added_parameters()
+        self._include_added_parameters()
 
-    def _follow_added_parameters(self) -> None:
+    def _include_added_parameters(self) -> None:
         assert self.lightning_module is not None
         tracker = self._stage_context.parameter_tracker
         assert tracker is not None
@@ -112,7 +112,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
         if self.reduce_boolean_decision(bool(added), all=False):
             check_same_model(self.collectives, self.lightning_module, self.root_device, is_trained=True)
             self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
-            tracker.follow_added(self.model)
+            tracker.include_added(self.model)
 
     def leave_world(self, *, is_coordinated: bool) -> None:
         """Leaves the world.

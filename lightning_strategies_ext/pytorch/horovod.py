@@ -305,7 +305,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if self._are_buffers_stale:  # as in DDP, not within an accumulation window
             self._broadcast_buffers()
-        self._are_buffers_stale = exchange is None or not exchange.is_held_back
+        self._are_buffers_stale = exchange is None or not exchange.is_in_no_sync
 
     def _broadcast_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
         """Broadcasts the buffers of one rank, by default rank 0. Collective: all ranks call it."""
@@ -326,7 +326,7 @@ class HorovodStrategy(ParallelStrategy):
         """Disables the gradient exchange of backward passes in the block; gradients accumulate locally."""
         exchange = self._stage_context.gradient_exchange
         assert exchange is None or isinstance(exchange, HorovodGradientExchange)
-        with nullcontext() if exchange is None else exchange.held_back():
+        with nullcontext() if exchange is None else exchange.no_sync():
             yield
 
     @override
@@ -335,7 +335,7 @@ class HorovodStrategy(ParallelStrategy):
         exchange = self._stage_context.gradient_exchange
         if exchange is not None:
             assert isinstance(exchange, HorovodGradientExchange)
-            if self._stage_context.compare_gradients is not None and not exchange.is_held_back:
+            if self._stage_context.compare_gradients is not None and not exchange.is_in_no_sync:
                 self._stage_context.compare_gradients()
             exchange.begin(closure_loss)
         if self._stage_context.uneven_inputs is not None:
@@ -346,7 +346,7 @@ class HorovodStrategy(ParallelStrategy):
         """Waits for the exchange of gradients, unless the backward pass itself has waited."""
         context, exchange = self._stage_context, self._stage_context.gradient_exchange
         log, progress = context.exchange_log, context.batch_progress
-        if log is not None and progress is not None and exchange is not None and not exchange.is_held_back:
+        if log is not None and progress is not None and exchange is not None and not exchange.is_in_no_sync:
             assert isinstance(exchange, HorovodGradientExchange)
             log.record(progress.ready if exchange.has_contributed else -progress.ready)
         if context.uneven_inputs is not None:
@@ -362,7 +362,7 @@ class HorovodStrategy(ParallelStrategy):
                 reduce_op = "sum" if self._options.op == "sum" else "mean"
                 closure = with_reduced_loss(closure, lambda: self._active_collectives, reduce_op)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self._deltas.around_step(optimizer):
+        with self._deltas.wrap_step(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # --- collectives ---

@@ -199,7 +199,7 @@ class LoggedValues:
         self._next_loader = 0
         return counts
 
-    def reduce_evaluation(self, results: ExchangedResults, take_over: Callable[[int], Any]) -> None:
+    def reduce_evaluation(self, results: ExchangedResults, update_epoch_metrics: Callable[[int], Any]) -> None:
         """Reduces the values of an evaluation, or of one DataLoader, when its loop has reached the end.
 
         Lightning calls it once per DataLoader that has batches, and once more at the end. A rank without batches of a
@@ -207,7 +207,8 @@ class LoggedValues:
 
         Args:
             results: This rank's values.
-            take_over: Function that is called with the index of a DataLoader whose values this rank has received.
+            update_epoch_metrics: Function that is called with the index of a DataLoader whose values this rank has
+                received.
 
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
@@ -222,7 +223,7 @@ class LoggedValues:
             if not collectives.is_local and 0 < num_ranks < collectives.world_size():
                 self._reduce_with_absent(results, has_batches)
                 if index != current:
-                    take_over(index)
+                    update_epoch_metrics(index)
         self._next_loader = 0 if is_end else current + 1
         results.reduce_epoch(is_final=True)
 

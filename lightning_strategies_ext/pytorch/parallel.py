@@ -187,7 +187,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if inputs is None or not inputs.is_needed:
             output = super().training_step(*args, **kwargs)
         else:
-            with inputs.around_training_step():
+            with inputs.wrap_training_step():
                 output = super().training_step(*args, **kwargs)
         if self._logged_values.pending:
             self._logged_values.start()

@@ -68,7 +68,7 @@ def use_rank_info(strategy: LightningDDPStrategy, rank_info: WorkerRankInfo, dev
     strategy.cluster_environment = RayEnvironment(rank_info)
 
 
-def set_aside_group(world_size: int) -> bool:
+def hide_group_on_one_device(world_size: int) -> bool:
     """Hides the default process group during a stage of one rank, in which the other ranks may not take part.
 
     In a stage of several ranks, it arranges this for later stages on one device instead.
@@ -77,11 +77,11 @@ def set_aside_group(world_size: int) -> bool:
         world_size: Number of ranks of this stage.
 
     Returns:
-        Whether a group is hidden, which :func:`.process_group.bring_back` restores.
+        Whether a group is hidden, which :func:`.process_group.restore_default_group` restores.
     """
     if world_size == 1:
-        return process_group.set_aside()
-    strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
+        return process_group.hide_default_group()
+    strategy_parts.wrap_stages_on_one_device(process_group.hide_default_group, process_group.restore_default_group)
     return False
 
 

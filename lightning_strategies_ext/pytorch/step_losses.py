@@ -80,7 +80,7 @@ class StepLosses:
         self._skips = argument_that_skips(options) is not None
         self._has_loss = True  # in the current batch
         self._has_accumulated = False  # whether an earlier batch of the accumulation window had a loss
-        self._is_void = False  # whether no rank contributes to the current optimizer step
+        self._has_no_contributor = False  # whether no rank contributes to the current optimizer step
         self._error = ""  # about a loss of this rank, until the next exchange
         self._pending_average: Callable[[], None] | None = None  # of local gradients, in the current backward pass
         _check_supported(options, trainer, context, is_synchronized=self._has_synchronized_layers())
@@ -134,7 +134,7 @@ class StepLosses:
         run: Callable[[], Tensor] = partial(self._run_without_loss, loss)
         if has_loss:
             run = partial(self._backward, loss, optimizer, *args, **kwargs)
-        if exchange is not None and exchange.is_held_back:
+        if exchange is not None and exchange.is_in_no_sync:
             self._has_accumulated = self._has_accumulated or has_loss
             return run()
         contributes, self._has_accumulated = has_loss or self._has_accumulated, False
@@ -143,7 +143,7 @@ class StepLosses:
         if not self._skips:
             return run()
         num_contributors = sum(bool(number & _CONTRIBUTES) for number in numbers)
-        self._is_void = num_contributors == 0
+        self._has_no_contributor = num_contributors == 0
         do_all_have_loss = all(number & _HAS_LOSS for number in numbers)
         if isinstance(exchange, HorovodGradientExchange):
             return run() if do_all_have_loss else self._run_in_horovod(exchange, num_contributors, run)
@@ -160,20 +160,20 @@ class StepLosses:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps the optimizer; without gradients, and so without an effect, if no rank has contributed any."""
-        kept: list[tuple[Tensor, Tensor | None]] = []
-        self._is_void = False
+        saved: list[tuple[Tensor, Tensor | None]] = []
+        self._has_no_contributor = False
 
         def run_closure() -> Any:
             loss = closure()
-            if not self._is_void:
+            if not self._has_no_contributor:
                 return loss
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                kept.append((parameter, parameter.grad))
+                saved.append((parameter, parameter.grad))
                 parameter.grad = None
             return None  # Lightning's fp16 precision then leaves out the scaler
 
         output = self._optimizer_step(optimizer, run_closure, model, **kwargs)
-        for parameter, gradient in kept:
+        for parameter, gradient in saved:
             parameter.grad = gradient
         return output
 
@@ -234,7 +234,7 @@ class StepLosses:
     ) -> Tensor:
         before = exchange.contributors
         if not num_contributors:
-            with exchange.held_back():
+            with exchange.no_sync():
                 return run()
         exchange.contributors = range(num_contributors)  # only their number matters here
         try:

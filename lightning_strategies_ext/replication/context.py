@@ -86,8 +86,8 @@ class ReplicaContext:
         """Defers an action: it runs before the next action that replicas wait for, or at the end of the step.
 
         The action runs once with the payloads of all replicas that used this key. If a replica uses a key several
-        times, the action runs as often. After the step, for example in a hook of the backward pass, the action runs
-        immediately, for this replica only.
+        times, the action runs once for each use. After the step, for example in a hook of the backward pass, the action
+        runs immediately, for this replica only.
 
         Args:
             key: Identifier that matches the deferred actions of different replicas.

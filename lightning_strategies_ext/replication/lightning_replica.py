@@ -24,7 +24,7 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
     root_device = context.step.root_device
 
     def create_method(name: str) -> Callable[..., Any]:
-        """Returns a method that calls the original's once, with the arguments of the first replica."""
+        """Returns a method that calls the original method once, with the arguments of the first replica."""
 
         def method(*args: Any, **kwargs: Any) -> Any:
             unwrapped = tuple(map(_unwrap, args)), {key: _unwrap(value) for key, value in kwargs.items()}

@@ -10,7 +10,7 @@ operations, and of draws from the process's random generator, is therefore deter
 never synchronize all run on the caller's thread, because each thread that computes on the CPU has its own OpenMP
 threads, which compete for cores.
 
-Limitations: A function that runs on a thread cannot be interrupted. The caller waits for its end, also after Ctrl-C.
+Limitations: A function that runs on a thread cannot be interrupted. The caller waits for it, also after Ctrl-C.
 """
 
 import threading
@@ -69,7 +69,7 @@ Event: TypeAlias = Returned | Raised | OnceRequest
 
 
 class AbortedError(BaseException):
-    """Unwinds a function after another function has failed. No ``Exception``, so that user code does not catch it."""
+    """Unwinds a function after another function has failed. No ``except Exception`` of user code catches it."""
 
 
 class Participant:
@@ -231,18 +231,18 @@ class Lockstep:
             self._fail(_divergence_error(events))
         current.has_synchronized = current.is_running_action = True
         try:
-            answer: Returned | Raised = Returned(request.action(payloads))
+            reply: Returned | Raised = Returned(request.action(payloads))
         except Exception as exception:  # the user's code may handle it
-            answer = Raised(exception)
+            reply = Raised(exception)
         finally:
             current.is_running_action = False
-        self._resume_others(current, [answer] * (current.num_functions - 1))
-        if isinstance(answer, Raised):
-            raise answer.exception
-        return answer.value
+        self._resume_others(current, [reply] * (current.num_functions - 1))
+        if isinstance(reply, Raised):
+            raise reply.exception
+        return reply.value
 
     def close(self) -> None:
-        """Ends the threads. A second call is a no-op."""
+        """Stops the threads. A second call is a no-op."""
         threads, self._threads = self._threads, []
         for participant in self.participants[1:] if threads else ():
             participant.resume(StopThread())

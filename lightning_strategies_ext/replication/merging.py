@@ -231,7 +231,7 @@ def _merge_nested(original: Any, copies: Sequence[Any], path: str, sizes: Sequen
 
 
 def _merge_keys(original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device) -> None:
-    """Merges the changes of a dict that :func:`_merge_nested` leaves: its keys, and its other values."""
+    """Merges new and deleted keys of a dict, and the changed values that :func:`_merge_nested` does not merge."""
     if isinstance(original, defaultdict) and original.default_factory is list:
         for key in dict.fromkeys(key for values in copies for key in values if key not in original):
             original[key] = []  # replicas may have appended to new lists

@@ -303,7 +303,7 @@ def _is_number(value: Any) -> bool:
 def _is_setting(values: Sequence[Any]) -> bool:
     """Returns whether an argument is equal in all replicas, and therefore a setting, not computed from the parts.
 
-    Equal integers are no settings, because they may be counts of the parts.
+    Equal integers are not settings, because they may be counts of the parts.
     """
     if not all(is_equal_object(value, values[0]) or _is_same_tensor(value, values[0]) for value in values):
         return False

@@ -79,7 +79,7 @@ class ReplicatedModule(DataParallel[Module]):
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
-        if self._scatter is not None and args:  # splits the first argument; the other arguments follow it
+        if self._scatter is not None and args:  # `run` splits the first argument, and the others like it
             return self.run(method, *args, **kwargs)
         if not args and not kwargs:  # nothing to split: one replica
             return self._run_parts(method, [BatchPart(((), {}), 0)])
@@ -115,7 +115,7 @@ class ReplicatedModule(DataParallel[Module]):
         return self._run_parts(method, calls)
 
     def close(self) -> None:
-        """Ends the threads; the next call starts new ones."""
+        """Stops the threads; the next call starts new ones."""
         if self._finalizer is not None:
             self._finalizer()
         self._lockstep = self._finalizer = None

@@ -225,7 +225,7 @@ class Replicas:
                         # recurrent modules; the entry in the dict makes `parameters()` return it.
                         setattr(copy.module, name, tensor)
                         copy.module._parameters[name] = tensor  # type: ignore[assignment]
-                # What this loop has set is no change by the step.
+                # Attributes that this loop sets are not changes of the step.
                 copy.attributes_before.update(
                     (name, value)
                     for name, value in copy.module.__dict__.items()

@@ -223,7 +223,7 @@ def is_packed_batch(value: Any) -> bool:
 
 
 def are_uncollated_samples(values: list[Any]) -> bool:
-    """Returns whether all entries contain numbers beside tensors, which collating would have turned into tensors."""
+    """Returns whether all entries contain numbers and tensors; collating would have turned the numbers into tensors."""
     return all(has_number_beside_tensor(value) for value in values)
 
 

@@ -5,9 +5,9 @@ pieces are published while a third is read.
 
 =================  =====================================================================================
 all-reduce         2 ranks, or a small tensor: each rank publishes its tensor and reduces all tensors, in
-                   one round per piece. Otherwise each rank reduces its share of a piece and publishes the
+                   one round per piece. Otherwise each rank reduces its shard of a piece and publishes the
                    result, in two rounds per piece.
-reduce-scatter     Each rank publishes its tensor and reduces its share of all tensors.
+reduce-scatter     Each rank publishes its tensor and reduces its shard of all tensors.
 broadcast          The root publishes its tensor.
 all-gather         Each rank publishes its tensor and copies all tensors.
 gather, scatter    As all-gather, but only the root reads, or only the root publishes.
@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import LOOKAHEAD, Round, Rounds
 
-#: Minimum size of a share in bytes; smaller shares are not worth a second round.
-_MIN_SHARE_NUM_BYTES: Final = 16 * 1024
+#: Minimum size of a shard in bytes; smaller shards are not worth a second round.
+_MIN_SHARD_NUM_BYTES: Final = 16 * 1024
 
 Plan = tuple[Sequence[Round], int]
 
@@ -39,8 +39,8 @@ def concatenate_plans(plans: Sequence[Plan]) -> Plan:
 
 def all_reduce(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
     """Plans the reduction of ``tensor`` over all ranks, in place on every rank."""
-    if rounds.size > 2 and tensor.nbytes >= rounds.size * _MIN_SHARE_NUM_BYTES:
-        return _all_reduce_by_shares(rounds, tensor, reduction)
+    if rounds.size > 2 and tensor.nbytes >= rounds.size * _MIN_SHARD_NUM_BYTES:
+        return _all_reduce_by_shards(rounds, tensor, reduction)
     return _reduce_whole(rounds, tensor, reduction, is_reader=True)
 
 
@@ -87,9 +87,9 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
 
 def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
     """Plans the copy of the root's ``inputs[i]`` to ``output`` of rank i."""
-    share = max(1, rounds.slot_num_bytes // rounds.size)
-    into = _bytes_of(output).split(share)
-    parts = [_bytes_of(tensor).split(share) for tensor in inputs] if rounds.rank == root else []
+    shard_size = max(1, rounds.slot_num_bytes // rounds.size)
+    into = _bytes_of(output).split(shard_size)
+    parts = [_bytes_of(tensor).split(shard_size) for tensor in inputs] if rounds.rank == root else []
     steps = []
     for index, piece in enumerate(into):
         length = piece.numel()
@@ -107,16 +107,18 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
 
 def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
     """Plans the reduction of ``inputs[i]`` over all ranks to ``output`` of rank i."""
-    share = max(1, rounds.slot_num_bytes // rounds.size // output.element_size())
-    parts = [tensor.split(share) for tensor in inputs]
+    shard_size = max(1, rounds.slot_num_bytes // rounds.size // output.element_size())
+    parts = [tensor.split(shard_size) for tensor in inputs]
     steps = []
-    for index, into in enumerate(output.split(share)):
+    for index, into in enumerate(output.split(shard_size)):
 
         def read(views: list[Tensor], index: int = index, into: Tensor = into) -> None:
             start = rounds.rank * into.numel()
-            theirs = [view.view(into.dtype).narrow(0, start, into.numel()) if view.numel() else into for view in views]
-            theirs[rounds.rank] = parts[rounds.rank][index]
-            reduction(theirs, into)
+            operands = [
+                view.view(into.dtype).narrow(0, start, into.numel()) if view.numel() else into for view in views
+            ]
+            operands[rounds.rank] = parts[rounds.rank][index]
+            reduction(operands, into)
 
         publish = _concatenating([_bytes_of(part[index]) for part in parts])
         steps.append(Round([into.nbytes * rounds.size] * rounds.size, publish, read))
@@ -142,27 +144,27 @@ def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reade
     return steps or barrier(rounds)[0], LOOKAHEAD
 
 
-def _all_reduce_by_shares(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
+def _all_reduce_by_shards(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
     scatters, gathers = [], []
     for piece in tensor.split(rounds.slot_num_bytes // tensor.element_size()):
-        shares = list(piece.tensor_split(rounds.size))
-        starts = [share.storage_offset() - piece.storage_offset() for share in shares]
-        own = shares[rounds.rank]
+        shards = list(piece.tensor_split(rounds.size))
+        starts = [shard.storage_offset() - piece.storage_offset() for shard in shards]
+        own = shards[rounds.rank]
 
         def reduce_own(views: list[Tensor], own: Tensor = own, start: int = starts[rounds.rank]) -> None:
             parts = [view.view(own.dtype).narrow(0, start, own.numel()) if view.numel() else own for view in views]
             reduction(parts, own)
 
-        def copy_others(views: list[Tensor], shares: list[Tensor] = shares) -> None:
-            for rank, share in enumerate(shares):
+        def copy_others(views: list[Tensor], shards: list[Tensor] = shards) -> None:
+            for rank, shard in enumerate(shards):
                 if rank != rounds.rank:
-                    share.copy_(views[rank].view(share.dtype))
+                    shard.copy_(views[rank].view(shard.dtype))
 
         scatters.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), reduce_own))
-        gathers.append(Round([share.nbytes for share in shares], _copying(_bytes_of(own)), copy_others))
+        gathers.append(Round([shard.nbytes for shard in shards], _copying(_bytes_of(own)), copy_others))
     if len(scatters) == 1:
         return [scatters[0], gathers[0]], 1
-    # With a lookahead of two rounds, a share is published at least two rounds after the round that reads its piece.
+    # With a lookahead of two rounds, a shard is published at least two rounds after the round that reads its piece.
     steps = [scatters[0]]
     for scatter_step, gather_step in zip(scatters[1:], gathers, strict=False):
         steps += [scatter_step, gather_step]

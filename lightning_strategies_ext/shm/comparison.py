@@ -88,7 +88,7 @@ class Comparison:
             advice = "Call the same collectives in the same order on all ranks"
         return self._error({local_rank: text or str(known[local_rank]) for local_rank, text in texts.items()}, advice)
 
-    def answer(self, found: MismatchFoundError, own: Operation) -> DistBackendError:
+    def reply_to_mismatch(self, found: MismatchFoundError, own: Operation) -> DistBackendError:
         """Returns the error after a peer has found a mismatch first; sends the peer the call of this rank."""
         local_rank = next(local_rank for local_rank, peer in self._ranks.items() if peer == found.peer)
         return self._error({local_rank: str(found), self._rank: self._report(own)})

@@ -293,7 +293,7 @@ def deadline_of(opts: Any, timeout: timedelta) -> float:
 _open: "weakref.WeakSet[OperationExecutor]" = weakref.WeakSet()
 
 
-def _disown_all() -> None:
+def _disable_inherited() -> None:
     for executor in _open:
         executor._broken = "it belongs to the process from which this process was forked"
         # Threads of the parent, which do not exist in this process, may have held the locks.
@@ -303,7 +303,7 @@ def _disown_all() -> None:
 
 # A forked child has the shared memory, too: peers would mistake its data for data of its parent.
 if hasattr(os, "register_at_fork"):  # Windows forks nothing
-    os.register_at_fork(after_in_child=_disown_all)
+    os.register_at_fork(after_in_child=_disable_inherited)
 
 
 def close_all() -> None:

@@ -95,7 +95,7 @@ class HierarchicalAllReduce:
                 raise TimeoutError("no data arrived from other hosts") from None
 
     def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
-        """Returns the error after another rank of this host has found a mismatch, see :meth:`.Comparison.answer`."""
+        """Returns the error after another rank of this host has found a mismatch."""
         return self._intra_host.reply_to_mismatch(found)
 
     def _reduce_intra_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:

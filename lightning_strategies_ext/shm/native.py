@@ -202,8 +202,8 @@ class NativeAllReduce:
         return self._operation(self._rank)
 
     def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
-        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
-        return self._comparison.answer(found, self.current_operation)
+        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.reply_to_mismatch`."""
+        return self._comparison.reply_to_mismatch(found, self.current_operation)
 
     def _awaits(self, local_rank: int) -> bool:
         return bool(self._library.all_reduce_awaits(self._group, local_rank))

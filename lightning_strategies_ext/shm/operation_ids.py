@@ -52,11 +52,11 @@ def describe_operation(number: int) -> str:
     rest, kind = divmod(number, _MAX_KINDS)
     rest, op = divmod(rest, _MAX_OPS)
     root, dtype = divmod(rest, _MAX_DTYPES)
-    words = [CollectiveKind(kind).name.lower()]
+    parts = [CollectiveKind(kind).name.lower()]
     if dtype:
-        words.append(f"of {_DTYPES[dtype - 1]}")
+        parts.append(f"of {_DTYPES[dtype - 1]}")
     if op:
-        words.append(f"({_OPS[op - 1]})")
+        parts.append(f"({_OPS[op - 1]})")
     if kind in _ROOTED:
-        words.append(f"with root {root}")
-    return " ".join(words)
+        parts.append(f"with root {root}")
+    return " ".join(parts)

@@ -191,8 +191,8 @@ class Rounds:
         return _described(*self._own)
 
     def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
-        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.answer`."""
-        return self._comparison.answer(found, self.current_operation)
+        """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.reply_to_mismatch`."""
+        return self._comparison.reply_to_mismatch(found, self.current_operation)
 
     def _views(self, step: Round) -> list[Tensor]:
         views = []

@@ -1,14 +1,14 @@
-"""Search for DDP's bucket size during training: each size is used for some steps, and the fastest is kept.
+"""Search for DDP's bucket size during training: each size is used for some steps, then the fastest for the rest.
 
 DDP exchanges gradients in buckets while the backward pass computes further gradients. The exchange of small buckets
 begins early, but each bucket adds a latency. Large buckets are fewer, but the backward pass ends with a wait for the
 last one. The best size depends on the model, the network, and the backend, so it is measured in the training itself: in
 backward passes that exchange gradients, on all ranks. Each size has two turns, so that a machine that slows down
-meanwhile does not decide the result.
+meanwhile does not bias the result.
 
-All ranks count the steps with such passes, and so change sizes together without communication. At the end they average
-their times, in one all-reduce. A size does not change gradients except, with three or more ranks, the rounding of their
-last bit: backends add the parts of a bucket in different orders.
+All ranks count the steps with such passes, so they change sizes in the same step without communication. At the end, one
+all-reduce averages their times. A size does not change gradients except, with three or more ranks, the rounding of
+their last bit: backends add the parts of a bucket in different orders.
 """
 
 import time
@@ -168,8 +168,8 @@ def format_cap(cap: float | None) -> str:
     return "DDP's default sizes (25 MiB, first bucket 1 MiB)" if cap is None else f"bucket_cap_mb={cap:g}"
 
 
-def take_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
-    """Removes ``bucket_cap_mb="auto"`` from DDP's arguments; returns whether it was there.
+def pop_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
+    """Removes ``bucket_cap_mb="auto"`` from DDP's arguments; returns whether it was set.
 
     Args:
         ddp_kwargs: Arguments of DistributedDataParallel.
@@ -253,7 +253,7 @@ class BucketTuning(Feature):
 
     @override
     def after_rebuild(self, model: DistributedDataParallel) -> None:
-        """Starts again if other parameters are trained: their gradients take another time."""
+        """Starts again if other parameters are trained: the exchange of their gradients takes a different time."""
         if self._search is not None and not self._is_rebuilding:
             self._model = self._search = None
             self.wrap(model)

@@ -18,7 +18,7 @@ from lightning_strategies_ext.identities import FIELDS, IdentityKind, current
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.torch_distributed import process_group
 
-#: Size of an int64.
+#: Size of an int64, in bytes.
 _WORD_NUM_BYTES = 8
 _VALUES, _LOGGED_VALUES = int(IdentityKind.VALUES), int(IdentityKind.LOGGED_VALUES)
 _OPS = {
@@ -30,9 +30,9 @@ _OPS = {
     "bor": ReduceOp.BOR,
     "bxor": ReduceOp.BXOR,
 }
-#: Options of a sum that has ended when the call returns.
+#: Options of a sum that is complete when the call returns.
 _SUM_NOW = dist.AllreduceOptions()
-if hasattr(_SUM_NOW, "asyncOp"):  # torch before 2.8 does not state it
+if hasattr(_SUM_NOW, "asyncOp"):  # torch before 2.8 has no such option
     _SUM_NOW.asyncOp = False
 
 
@@ -79,9 +79,10 @@ class TorchCollectives(Collectives):
     def start_all_gather(self, output: Tensor, tensor: Tensor, name: str) -> Callable[[], None]:
         """Starts to gather one tensor from each rank; returns a callable that waits for the output.
 
-        The native library of ``shm`` has no all-gather, but sums of integers: each rank adds zeros to what others send.
-        It takes a tenth of the time of an all-gather in rounds, and has ended when this method returns: a thread that
-        waited for it would take longer than the wait.
+        The native library of ``shm`` sums integers but has no all-gather. Therefore the output is a sum, to which each
+        rank contributes its tensor, and zeros in place of the other tensors. The sum takes a tenth of the time of an
+        all-gather in rounds. It is complete when this method returns, because a thread that waited for it would take
+        longer than the wait.
         """
         if self.compare is not None:
             self.compare(f"all_gather of {name}", tensor)
@@ -151,7 +152,7 @@ class TorchCollectives(Collectives):
             current.identity = before
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
-        if tensor.is_cpu and process_group.is_carried_by_gloo(group):
+        if tensor.is_cpu and process_group.is_executed_by_gloo(group):
             self._check_sizes(tensor, group)
         try:
             _all_gather_single(output, tensor, group=group)
@@ -167,7 +168,7 @@ class TorchCollectives(Collectives):
         """Copies a host tensor, for which a collective has raised, to the device of this rank.
 
         torch raises before it sends anything if a group, such as a group of NCCL, has no backend for host tensors. A
-        check after the error costs nothing in groups that have one.
+        check after the error costs nothing in groups that have such a backend.
 
         Returns:
             The copy; None if the collective has raised for another reason.
@@ -231,4 +232,4 @@ def _identity_of(name: str) -> int:
 
 
 def _finish_nothing() -> None:
-    """Ends an operation that has ended."""
+    """Does nothing: the operation is complete already."""

@@ -1,4 +1,4 @@
-"""Advice on arguments of DDP: what a user can set after an error, or after a training that needed less than it set."""
+"""Advice on arguments of DDP: those that would have prevented an error, or would have made training faster."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
         step: Name of the method that computes the loss.
     """
     message = exception.args[0] if exception.args else None
-    beginnings = ("Expected to have finished reduction in the prior", "Your training graph has changed")
+    prefixes = ("Expected to have finished reduction in the prior", "Your training graph has changed")
     if not isinstance(message, str):
         return
     if message.startswith("Expected sparse gradient to be defined"):
@@ -53,7 +53,7 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
             " omit `sparse=True`.",
         )
         return
-    if not message.startswith(beginnings):
+    if not message.startswith(prefixes):
         return
     if "`find_unused_parameters=True` is enabled" in message:  # torch's message contains the advice
         return

@@ -64,7 +64,7 @@ class _Started(NamedTuple):
     copied_to: Tensor | None = None
 
     def end(self) -> None:
-        """Waits until the mean exists, and makes it the gradient."""
+        """Waits for the mean, and makes it the gradient."""
         self.work.wait()
         if self.copied_to is None:
             self.parameter.grad = self.result
@@ -111,7 +111,7 @@ class DirectExchange:
 
     Attributes:
         records_times: Whether the times of exchanges are recorded.
-        times: Times at which the last recorded exchange began, at which only the exchange was left, and at which it
+        times: Times at which the last recorded exchange began, at which only the exchange remained, and at which it
             ended, as ``time.time_ns()`` counts; None if none was recorded.
     """
 
@@ -191,7 +191,7 @@ class DirectExchange:
         if self._num_remaining == 0:
             if self.records_times:
                 self._ready_ns = time.time_ns()
-            # As late as in the reducer: a parameter's gradient may still be accumulated a second time.
+            # At the end of the pass, as in the reducer: a gradient may still be accumulated a second time.
             Variable._execution_engine.queue_callback(self._finish)
 
     def _exchange_large(self) -> None:
@@ -239,7 +239,7 @@ class DirectExchange:
             ready = self._ready_ns - self._blocked_ns
             self.times = self._begin_ns or ready, ready, time.time_ns()
         if not self._is_order_known:
-            self._follow_rank_zero()
+            self._adopt_order_of_rank_zero()
         self._reset()
 
     def _exchange_rest(self) -> None:
@@ -284,7 +284,7 @@ class DirectExchange:
             copies[index] = SharedCopies(own.view(parameter.shape), pointers, memory)
         return copies
 
-    def _follow_rank_zero(self) -> None:
+    def _adopt_order_of_rank_zero(self) -> None:
         """Adopts the order in which rank 0 has computed the large gradients. Collective: all ranks call it."""
         order = torch.tensor(self._order)
         self._group.broadcast([order], dist.BroadcastOptions()).wait()

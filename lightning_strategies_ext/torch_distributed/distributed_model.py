@@ -163,7 +163,7 @@ class _BufferBroadcast:
         else:
             self._pack.zero_()
         self._group.allreduce([self._pack], self._options).wait()
-        # The root's tensors too: with DDP, a pass that still needs their previous version fails on all ranks.
+        # Also writes to the root's tensors: as in DDP, a pass that needs their previous version fails on all ranks.
         torch._foreach_copy_(tensors, parts)
 
 

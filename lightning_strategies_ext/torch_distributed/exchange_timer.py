@@ -1,4 +1,4 @@
-"""Times at which the gradient exchanges of a model in DDP begin and end, from the timers that DDP has built in.
+"""Times at which the gradient exchanges of a model in DDP begin and end, from DDP's built-in timers.
 
 The timers need no communication hook and no autograd hook. DDP's reducer records when the first bucket is handed over,
 when the backward pass has computed the last gradient, and when the last bucket is complete, in every step or in every
@@ -73,7 +73,7 @@ class DDPExchangeTimer:
         """Returns the times of the exchange of the last step.
 
         Returns:
-            Times at which the exchange began, at which only the exchange was left, and at which it ended, as
+            Times at which the exchange began, at which only the exchange remained, and at which it ended, as
             ``time.time_ns()`` counts; None if no exchange was recorded.
         """
         direct = self._direct

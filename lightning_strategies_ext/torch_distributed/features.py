@@ -123,7 +123,7 @@ class Features:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[Any, Any]) -> None:
-        """Restores the states that a mapping contains, which may contain more; before the start, when they start."""
+        """Restores the states of the features; features that have not started restore them when they start."""
         if self._context is None:
             self._pending_states = {key: state for key, state in states.items() if str(key).startswith(_PREFIX)}
         for feature in self._features:

@@ -92,15 +92,15 @@ class DDPGradientExchange:
         self._contribution.contributors = contributors
 
     @property
-    def is_held_back(self) -> bool:
-        """Whether backward passes currently exchange nothing."""
+    def is_in_no_sync(self) -> bool:
+        """Whether backward passes run in ``no_sync``, and exchange nothing."""
         return not self._model.require_backward_grad_sync
 
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass, up to :meth:`finish`, add nothing to this rank's contribution."""
         saved: dict[Tensor, Tensor | None] = {}
         # Exchanged gradients are on the contributors too, whose contribution suffices.
-        if self.is_held_back or self._has_own:
+        if self.is_in_no_sync or self._has_own:
             parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
             saved = {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in parameters}
         self._contribution.saved_gradients = saved
@@ -108,9 +108,9 @@ class DDPGradientExchange:
     def finish(self) -> None:
         """Ends the exchange of a backward pass. Called after the pass, in which DDP has waited for all gradients."""
         saved, self._contribution.saved_gradients = self._contribution.saved_gradients, None
-        if self.is_held_back and saved is None:
+        if self.is_in_no_sync and saved is None:
             self._has_own = True
-        elif self.is_held_back and saved is not None:
+        elif self.is_in_no_sync and saved is not None:
             for parameter, gradient in saved.items():
                 if parameter.grad is None:
                     parameter.grad = gradient

@@ -48,7 +48,7 @@ _retained_gloo_backends: deque[list[Any]] = deque(maxlen=2)
 # hook again for each group, and would print the rank once per group.
 _excepthooks: list[Any] = []
 
-# The default group of several ranks that this package has created, and the same group while it is set aside during a
+# The default group of several ranks that this package has created, and the same group while it is hidden during a
 # stage on one device.
 _own: "weakref.ref[Any] | None" = None
 _hidden_group: Any = None
@@ -78,7 +78,7 @@ def uses_gloo() -> bool:
     return is_initialized() and any(name in ("gloo", shm.NAME) for name in backends_in(dist.get_backend()))
 
 
-def is_carried_by_gloo(group: Any) -> bool:
+def is_executed_by_gloo(group: Any) -> bool:
     """Returns whether gloo executes a group's collectives of host tensors.
 
     For ``shm``, gloo executes them between hosts and if there is no shared memory.
@@ -225,13 +225,13 @@ def has_others() -> bool:
     return is_initialized() and _own is not None and _own() is dist.group.WORLD and dist.get_world_size() > 1
 
 
-def set_aside() -> bool:
+def hide_default_group() -> bool:
     """Unsets the default group for a stage on one device, in which the other ranks may not take part.
 
     The group stays open, and other ranks may wait in its collectives meanwhile.
 
     Returns:
-        Whether there was a group, which :func:`bring_back` restores.
+        Whether there was a group, which :func:`restore_default_group` restores.
     """
     global _hidden_group
     if not has_others():
@@ -240,8 +240,8 @@ def set_aside() -> bool:
     return True
 
 
-def bring_back() -> None:
-    """Restores the default group that :func:`set_aside` has unset, and leaves the group of the stage."""
+def restore_default_group() -> None:
+    """Restores the default group that :func:`hide_default_group` has unset, and leaves the group of the stage."""
     global _hidden_group
     stage_group = dist.group.WORLD
     dist.group.WORLD, _hidden_group = _hidden_group, None
@@ -252,7 +252,7 @@ def bring_back() -> None:
 @contextmanager
 def replaced_by_local_group() -> Generator[None, None, None]:
     """Replaces the default group, if there is one, by a gloo group of this rank alone, as long as the block runs."""
-    if not set_aside():
+    if not hide_default_group():
         yield
         return
     excepthook = sys.excepthook
@@ -262,7 +262,7 @@ def replaced_by_local_group() -> Generator[None, None, None]:
         sys.excepthook = excepthook
         yield
     finally:
-        bring_back()
+        restore_default_group()
 
 
 def stop() -> None:
@@ -275,13 +275,13 @@ def stop() -> None:
     # `_abort_process_group` is a private name of torch, read in 2.13, which earlier versions may lack. It aborts all
     # groups in `pg_names`, which are therefore cleared: `abort` has aborted them, and an abort of gloo raises a
     # RuntimeError in versions that cannot abort it.
-    forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_aborted() else None
-    if forget is None:
+    abort_groups = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_aborted() else None
+    if abort_groups is None:
         _destroy(None)
     else:
         _retain_gloo_backends(dist.distributed_c10d._world.pg_map)
         dist.distributed_c10d._world.pg_names.clear()
-        forget()
+        abort_groups()
 
 
 def _stop_at_exit() -> None:
@@ -303,11 +303,11 @@ def leave_subgroup(group: Any) -> None:
 def _destroy(group: Any) -> None:
     """Leaves a group, or all groups if it is None.
 
-    Its gloo backend is kept until two more groups are left, or ranks join again. The thread that drops the last
-    reference to a group may hold the GIL: DDP's reducer when Python collects it (observed in torch 2.13), and before
-    torch 2.8 any thread. If this freed gloo too, it would wait for gloo's threads, and one of these may wait for the
-    GIL to free the tensors of its last collective. Later the threads have nothing left to free, and a gloo backend that
-    is freed by itself does not hold the GIL.
+    The gloo backend of the group is retained until two more groups are left, or ranks join again. The thread that drops
+    the last reference to a group may hold the GIL: DDP's reducer when Python collects it (observed in torch 2.13), and
+    before torch 2.8 any thread. If this thread also freed gloo, it would wait for gloo's threads, and one of these may
+    wait for the GIL to free the tensors of its last collective. Later the threads have nothing left to free, and a gloo
+    backend that is freed by itself does not hold the GIL.
     """
     from torch.distributed.distributed_c10d import _world
 

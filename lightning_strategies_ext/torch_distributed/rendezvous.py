@@ -200,7 +200,7 @@ def _has_memory() -> bool:
 
 
 def _store_for_this_restart(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Returns a part of a store that ranks of before the last restart of the job do not use.
+    """Returns a part of a store that ranks from before the last restart of the job do not use.
 
     The agents of torchrun keep one store for all restarts of a job, and torch reads what ranks of earlier restarts have
     written (observed in 2.13: after a second restart, ranks wait for each other indefinitely). Rank 0 generates a name
@@ -214,16 +214,16 @@ def _store_for_this_restart(store: dist.Store, rank: int, world_size: int, timeo
         name = uuid4().hex
         store.set(f"{_RESTARTS_PREFIX}/newest", name)
         for other in range(1, world_size):
-            request = store.get(f"{_RESTARTS_PREFIX}/{name}/question {other}").decode()
-            store.set(f"{_RESTARTS_PREFIX}/{name}/answer {other}", request)
+            request = store.get(f"{_RESTARTS_PREFIX}/{name}/request {other}").decode()
+            store.set(f"{_RESTARTS_PREFIX}/{name}/reply {other}", request)
         return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
     request, deadline, requested = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
     while time.monotonic() < deadline:
         name = store.get(f"{_RESTARTS_PREFIX}/newest").decode()
         if name != requested:
-            store.set(f"{_RESTARTS_PREFIX}/{name}/question {rank}", request)
+            store.set(f"{_RESTARTS_PREFIX}/{name}/request {rank}", request)
             requested = name
-        reply_key = f"{_RESTARTS_PREFIX}/{name}/answer {rank}"
+        reply_key = f"{_RESTARTS_PREFIX}/{name}/reply {rank}"
         if store.check([reply_key]) and store.get(reply_key).decode() == request:
             return dist.PrefixStore(f"{_RESTARTS_PREFIX}/{name}", store)
         time.sleep(_RESTART_POLL_S)

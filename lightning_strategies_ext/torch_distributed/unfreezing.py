@@ -26,7 +26,7 @@ _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class Unfreezing(Feature):
-    """Checks before each forward pass with gradients whether other parameters require gradients than DDP exchanges.
+    """Rebuilds DDP before a forward pass with gradients, if other parameters than before require gradients.
 
     A copy of the model in DDP is not checked: the copy of this object has the empty attributes of the class.
 
@@ -53,7 +53,7 @@ class Unfreezing(Feature):
         known = {*map(id, self._parameters.values())}
         return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
 
-    def follow_added(self, model: DistributedDataParallel) -> None:
+    def include_added(self, model: DistributedDataParallel) -> None:
         """Makes DDP exchange the gradients of added parameters. Collective: all ranks call it."""
         trained = self._select(self._are_trained)
         self._parameters = exchanged_parameters(model)
@@ -93,9 +93,9 @@ class Unfreezing(Feature):
         if now == before:
             return
         assert isinstance(model, DistributedDataParallel)
-        if model.find_unused_parameters:  # DDP treats frozen parameters as unused: losses may alternate
+        if model.find_unused_parameters:  # DDP handles frozen parameters as unused ones
             now = [was or needs for was, needs in zip(before, now, strict=True)]
-        if now == before or not any(now):  # if no parameter is trained, DDP waits for none
+        if now == before or not any(now):  # without trained parameters, DDP waits for no gradient
             return
         self._record(now)
         trained = self._select(before)

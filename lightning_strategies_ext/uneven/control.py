@@ -47,13 +47,13 @@ class GradientExchange(Protocol):
 
     Attributes:
         contributors: Ranks that contribute gradients to the next exchange, in order; None for all ranks.
-        is_held_back: Whether backward passes currently exchange nothing, because gradients are accumulated locally.
+        is_in_no_sync: Whether backward passes currently exchange nothing, because gradients are accumulated locally.
     """
 
     contributors: Sequence[int] | None
 
     @property
-    def is_held_back(self) -> bool: ...  # noqa: D102
+    def is_in_no_sync(self) -> bool: ...  # noqa: D102
 
     def exclude_next_backward(self) -> None:
         """Makes the next backward pass leave this rank's gradients unchanged."""
@@ -135,7 +135,7 @@ class UnevenInputsController(ShadowedSteps):
     # --- around a training step ---
 
     @contextmanager
-    def around_training_step(self) -> Generator[None, None, None]:
+    def wrap_training_step(self) -> Generator[None, None, None]:
         """Reverts the effects of the training step inside this context if this rank is shadowing."""
         before = StepStateSnapshot(self._trainer) if self._batch.is_shadow else None
         self._is_in_step = True
@@ -145,7 +145,7 @@ class UnevenInputsController(ShadowedSteps):
             self._is_in_step = False
             if before is not None:
                 before.restore()
-        if self._exchange is not None and not self._exchange.is_held_back:
+        if self._exchange is not None and not self._exchange.is_in_no_sync:
             self._exchange.sync_buffers()
 
     def before_backward(self) -> None:
@@ -169,7 +169,7 @@ class UnevenInputsController(ShadowedSteps):
 
     @property
     def _is_exchanged(self) -> bool:
-        return self._exchange is None or not self._exchange.is_held_back
+        return self._exchange is None or not self._exchange.is_in_no_sync
 
     @override
     def handles_reduce(self, tensor: Any, group: Any) -> bool:

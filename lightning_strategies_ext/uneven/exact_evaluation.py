@@ -213,7 +213,7 @@ class ExactEvaluation(ShadowedSteps):
     # --- around an evaluation and its steps ---
 
     @contextmanager
-    def around_evaluation(self) -> Generator[None, None, None]:
+    def wrap_evaluation(self) -> Generator[None, None, None]:
         """Makes collectives inside this context exclude ranks that shadow the current step."""
         before = self._stage.shadowed_steps, self._values.is_shadowed
         self._stage.shadowed_steps = self
@@ -225,7 +225,7 @@ class ExactEvaluation(ShadowedSteps):
             self._stage.shadowed_steps, self._values.is_shadowed = before
 
     @contextmanager
-    def around_step(self) -> Generator[None, None, None]:
+    def wrap_step(self) -> Generator[None, None, None]:
         """Reverts the effects of the step and its hooks inside this context if this rank is shadowing."""
         contributors, is_first = self._next_contributors, self._is_first_step
         self._is_first_step = False

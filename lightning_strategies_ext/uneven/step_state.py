@@ -33,7 +33,7 @@ class StepStateSnapshot:
         for metric in self._metrics_now():
             if id(metric) not in self._metrics:
                 metric.reset()
-                logging_state.keep_key(metric)
+                logging_state.retain_key(metric)
         for metric, states in self._metrics.values():
             for name, state in _copied(states).items():
                 setattr(metric, name, state)

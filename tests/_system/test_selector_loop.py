@@ -8,18 +8,18 @@ from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 def test_a_callback_for_writability_runs_only_while_it_is_requested() -> None:
     loop, calls = SelectorLoop(), []
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        loop.add(ours, lambda: bool(calls.append("called")) or True)
+    local, remote = socket.socketpair()
+    with local, remote:
+        loop.add(local, lambda: bool(calls.append("called")) or True)
         loop.wait(0.05)
         assert calls == []
-        loop.wait_for_writable(ours, is_waiting=True)
+        loop.wait_for_writable(local, is_waiting=True)
         loop.wait()
         assert calls == ["called"]
-        loop.wait_for_writable(ours, is_waiting=False)
+        loop.wait_for_writable(local, is_waiting=False)
         loop.wait(0.05)
         assert calls == ["called"]
-        theirs.send(b"x")
+        remote.send(b"x")
         loop.wait()
         assert calls == ["called"] * 2
     loop.close()

@@ -51,7 +51,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """The text of a cell of the table, and whether the result is expected."""
 
     text: str
@@ -92,17 +92,17 @@ def run_case(name: str, case: Case) -> tuple[list[str], list[str]]:
         The cells of the program's row, and the unexpected results.
     """
     runs = {strategy: run(name, strategy, case) for strategy in case.strategies}
-    verdicts = {strategy: judge(strategy, runs, case) for strategy in case.ours}
+    comparisons = {strategy: compare(strategy, runs, case) for strategy in case.ext}
     failures = []
-    for strategy, verdict in verdicts.items():
-        if not verdict.is_expected:
+    for strategy, comparison in comparisons.items():
+        if not comparison.is_expected:
             print(runs[strategy].output, flush=True)
-            failures.append(f"{name}, {strategy}: {verdict.text}")
+            failures.append(f"{name}, {strategy}: {comparison.text}")
     versions = ", ".join(f"{package} {version_of(package)}" for package in case.packages)
     stock = runs[case.stock]
     trained = f"`{case.stock}`: " + ("trains" if stock.results is not None else f"fails: {stock.problem}")
-    ours = "; ".join(f"`{strategy}`: {verdict.text}" for strategy, verdict in verdicts.items())
-    return [versions, describe(name), trained, ours, case.notes], failures
+    ext = "; ".join(f"`{strategy}`: {comparison.text}" for strategy, comparison in comparisons.items())
+    return [versions, describe(name), trained, ext, case.notes], failures
 
 
 def run(name: str, strategy: str, case: Case) -> Run:
@@ -138,34 +138,34 @@ def find_error(lines: Sequence[str]) -> str:
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
-def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
+def compare(strategy: str, runs: Mapping[str, Run], case: Case) -> Comparison:
     """Compares a strategy of this package with its reference: Lightning's strategy, or one device for ``dp_ext``."""
-    ours, reference = runs[strategy], runs[case.reference(strategy)]
+    ext, reference = runs[strategy], runs[case.reference(strategy)]
     expected = case.exceptions.get(strategy)
-    if ours.results is None:
-        if expected is not None and expected in ours.output:
-            return Verdict(f"refuses: {ours.problem}")
-        return Verdict(f"fails: {ours.problem}", is_expected=False)
+    if ext.results is None:
+        if expected is not None and expected in ext.output:
+            return Comparison(f"refuses: {ext.problem}")
+        return Comparison(f"fails: {ext.problem}", is_expected=False)
     if reference.results is None:
-        return Verdict("trains", expected is None)
+        return Comparison("trains", expected is None)
     is_whole = False
     pairs = []
-    for result, other in zip(ours.results, reference.results, strict=False):
+    for result, other in zip(ext.results, reference.results, strict=False):
         left_out = set(case.left_out)
         if are_half(other.get("predictions"), result.get("predictions")):
             is_whole = True
             left_out.add("predictions")
         pairs.append([{key: one[key] for key in one.keys() - left_out} for one in (result, other)])
     difference = max(number for pair in pairs for number in differences(*pair))
-    if len(ours.results) != len(reference.results):
-        return Verdict(f"{len(ours.results)} results, not {len(reference.results)}", is_expected=False)
+    if len(ext.results) != len(reference.results):
+        return Comparison(f"{len(ext.results)} results, not {len(reference.results)}", is_expected=False)
     if difference > TOLERANCE:
         reason = f", because {expected}" if expected else ""
         keys = ", ".join(dict.fromkeys(key for pair in pairs for key in differing_keys(*pair)))
         amount = f" by {difference:.1g}" if math.isfinite(difference) else ""
-        return Verdict(f"differs{amount} in {keys}{reason}", expected is not None)
+        return Comparison(f"differs{amount} in {keys}{reason}", expected is not None)
     text = "same" if difference == 0 else f"same to {difference:.0e}"
-    return Verdict(text + (", and all predictions in order" if is_whole else ""), expected is None)
+    return Comparison(text + (", and all predictions in order" if is_whole else ""), expected is None)
 
 
 def are_half(stock: Any, whole: Any) -> bool:
@@ -183,27 +183,27 @@ def is_nan(row: Any) -> bool:
     return isinstance(row, float) and math.isnan(row)
 
 
-def differences(ours: Any, theirs: Any) -> Iterator[float]:
+def differences(ext: Any, reference: Any) -> Iterator[float]:
     """Yields the relative differences of all numbers; infinity for any other difference."""
     yield 0.0
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        for key, value in ours.items():
-            yield from differences(value, theirs[key])
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for value, other in zip(ours, theirs, strict=True):
+    if isinstance(ext, dict) and isinstance(reference, dict) and ext.keys() == reference.keys():
+        for key, value in ext.items():
+            yield from differences(value, reference[key])
+    elif isinstance(ext, list) and isinstance(reference, list) and len(ext) == len(reference):
+        for value, other in zip(ext, reference, strict=True):
             yield from differences(value, other)
-    elif isinstance(ours, float) and isinstance(theirs, float):
-        if not (math.isnan(ours) and math.isnan(theirs)):
-            difference = abs(ours - theirs) / max(1.0, abs(theirs))
+    elif isinstance(ext, float) and isinstance(reference, float):
+        if not (math.isnan(ext) and math.isnan(reference)):
+            difference = abs(ext - reference) / max(1.0, abs(reference))
             yield math.inf if math.isnan(difference) else difference
-    elif ours != theirs:
+    elif ext != reference:
         yield math.inf
 
 
-def differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+def differing_keys(ext: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of results that differ by more than :data:`TOLERANCE`, or that one strategy does not have."""
-    for key in [*ours, *(theirs.keys() - ours.keys())]:
-        if max(differences(ours.get(key), theirs.get(key))) > TOLERANCE:
+    for key in [*ext, *(reference.keys() - ext.keys())]:
+        if max(differences(ext.get(key), reference.get(key))) > TOLERANCE:
             yield key
 
 
@@ -226,7 +226,7 @@ def write_row(page: Path, name: str, row: Sequence[str]) -> None:
         f"Last run: {day}, torch {torch.__version__}, lightning {version_of('lightning')}, pytorch-lightning "
         f"{version_of('pytorch-lightning')}, Python {platform.python_version()}, two ranks on CPU."
     )
-    columns = ("program", "library", "description", "stock", "ours", "notes")
+    columns = ("program", "library", "description", "stock", "ext", "notes")
     lines = [where, "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [rows[key] for key in sorted(rows)]
     page.write_text("\n".join([f"{before}{BEGIN}\n", *lines, f"\n{END}{after}"]))

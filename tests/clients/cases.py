@@ -11,7 +11,7 @@ class Case:
     Attributes:
         packages: Distributions whose versions the table shows.
         notes: Notes for users of the library; the last cell of the row.
-        ours: Strategies of this package. ``dp_ext`` is compared with one device, other strategies with ``stock``.
+        ext: Strategies of this package. ``dp_ext`` is compared with one device, other strategies with ``stock``.
         stock: Lightning's strategy.
         exceptions: By strategy, a part of the expected error, or the reason for different results.
         left_out: Results that are not compared.
@@ -20,7 +20,7 @@ class Case:
 
     packages: tuple[str, ...]
     notes: str = ""
-    ours: tuple[str, ...] = ("ddp_ext", "ddp_spawn_ext", "dp_ext")
+    ext: tuple[str, ...] = ("ddp_ext", "ddp_spawn_ext", "dp_ext")
     stock: str = "ddp"
     exceptions: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -29,8 +29,8 @@ class Case:
     @property
     def strategies(self) -> list[str]:
         """All strategies with which the program runs."""
-        one_device = ["auto"] if "dp_ext" in self.ours else []
-        return [self.stock, *one_device, *self.ours]
+        one_device = ["auto"] if "dp_ext" in self.ext else []
+        return [self.stock, *one_device, *self.ext]
 
     def reference(self, strategy: str) -> str:
         """Returns the strategy that ``strategy`` is compared with."""
@@ -67,12 +67,12 @@ CASES = {
         ("gluonts",),
         "Reads a stream: each rank draws its own samples. Use `ddp_fork_ext` for workers: the stream is a "
         "generator, which cannot be pickled for spawned workers.",
-        ours=("ddp_ext", "ddp_spawn_ext", "ddp_fork_ext"),
+        ext=("ddp_ext", "ddp_spawn_ext", "ddp_fork_ext"),
         exceptions={"ddp_spawn_ext": "cannot pickle 'generator' object"},
     ),
     "hydra_sweep": Case(("hydra-core",), arguments=("--multirun", "+lr=0.05,0.1")),
     "loggers": Case(("tensorboard",)),
-    "metric_learning": Case(("pytorch-metric-learning",), ours=("ddp_ext", "ddp_spawn_ext")),
+    "metric_learning": Case(("pytorch-metric-learning",), ext=("ddp_ext", "ddp_spawn_ext")),
     "mlflow_autolog": Case(("mlflow",)),
     "neuralforecast_nhits": Case(
         ("neuralforecast",),
@@ -81,19 +81,19 @@ CASES = {
         exceptions={"dp_ext": "the step of each replica draws random windows"},
     ),
     "notebook": Case(
-        ("nbclient", "ipykernel"), stock="ddp_notebook", ours=("ddp_notebook_ext", "ddp_spawn_ext", "dp_ext")
+        ("nbclient", "ipykernel"), stock="ddp_notebook", ext=("ddp_notebook_ext", "ddp_spawn_ext", "dp_ext")
     ),
     "optuna_search": Case(
         ("optuna", "optuna-integration"),
         "With `ddp` and `ddp_ext`, each rank would run the search.",
         stock="ddp_spawn",
-        ours=("ddp_spawn_ext", "ddp_fork_ext", "dp_ext"),
+        ext=("ddp_spawn_ext", "ddp_fork_ext", "dp_ext"),
     ),
     "rl4co_tsp": Case(
         ("rl4co",),
         "Draws its instances at the start of each stage. For equal results of `ddp_spawn_ext` and `ddp`, call "
         "`seed_everything` before `test`, too.",
-        ours=("ddp_ext", "ddp_spawn_ext"),
+        ext=("ddp_ext", "ddp_spawn_ext"),
         exceptions={"ddp_spawn_ext": "workers continue the random numbers of `fit`; `ddp` resets the seed"},
     ),
     "scvi_autoencoder": Case(

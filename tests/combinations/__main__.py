@@ -3,7 +3,7 @@
 python -m tests.combinations --strategies ddp_ext --only EMA accumulation   # some cells
 python -m tests.combinations --strategies ddp_ext --fault "ranks differ"     # every cell has to fail
 
-The verdicts are in ``tests/combinations/verdicts``, one file per strategy; ``--report`` reads these files.
+The results are in ``tests/combinations/cell_results``, one file per strategy; ``--report`` reads these files.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from pathlib import Path
 from tests.combinations.cells import Cell, run_cells
 from tests.combinations.features import reference_of
 from tests.combinations.report import report
-from tests.combinations.table import STRATEGIES, cells_of, fixed_part, judged, name_of, reference_strategy
+from tests.combinations.table import STRATEGIES, cells_of, compare_cells, fixed_part, name_of, reference_strategy
 from tests.support.ranks import REPOSITORY
 
-#: Number of cells after which the verdicts are written.
+#: Number of cells after which the results are written.
 AT_ONCE = 60
-RESULTS = REPOSITORY / "tests" / "combinations" / "verdicts"
+RESULTS = REPOSITORY / "tests" / "combinations" / "cell_results"
 
 
 def main() -> None:
@@ -29,10 +29,10 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--only", nargs="+", help="run only cells with one of these features")
     parser.add_argument("--fixed", action="store_true", help="run only the cells of the test suite")
-    parser.add_argument("--missing", action="store_true", help="run only cells without a verdict")
+    parser.add_argument("--missing", action="store_true", help="run only cells without a result")
     parser.add_argument("--fault", help="fault to inject into the gradients, so that cells must fail")
     parser.add_argument("--stock", action="store_true", help="compare ddp_ext with Lightning's `ddp`, bit by bit")
-    parser.add_argument("--report", type=Path, help="page to write from all verdicts")
+    parser.add_argument("--report", type=Path, help="page to write from all results")
     arguments = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     all_references: dict[str, dict[Cell, object]] = {}
@@ -53,14 +53,16 @@ def main() -> None:
             references = all_references.setdefault(alone, {})
             missing = [cell for cell in dict.fromkeys(map(reference_of, part)) if cell not in references]
             references |= {cell: found[0] for cell, found in run_cells(alone, missing).items()}
-            verdicts = judged(strategy, part, references, arguments.fault, arguments.stock)
-            for cell, verdict in verdicts.items():
-                counts[verdict.status] += 1
-                if verdict.status != "right":
-                    print(f"{strategy}: {name_of(cell)}: {verdict.status}: {verdict.text}")
+            cell_results = compare_cells(strategy, part, references, arguments.fault, arguments.stock)
+            for cell, cell_result in cell_results.items():
+                counts[cell_result.status] += 1
+                if cell_result.status != "right":
+                    print(f"{strategy}: {name_of(cell)}: {cell_result.status}: {cell_result.text}")
             print(f"{strategy}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
             if arguments.fault is None:
-                recorded |= {name_of(cell): [verdict.status, verdict.text] for cell, verdict in verdicts.items()}
+                recorded |= {
+                    name_of(cell): [cell_result.status, cell_result.text] for cell, cell_result in cell_results.items()
+                }
                 in_order = {name: recorded[name] for name in map(name_of, cells_of(strategy)) if name in recorded}
                 path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n")
         is_wrong |= counts["wrong"] > 0

@@ -29,8 +29,8 @@ from tests.combinations.training_fabric import train_under_fabric
 from tests.support.horovod_ranks import try_horovod
 from tests.support.ranks import outcomes_of_ranks
 
-#: Name of our strategy, for example "ddp_ext".
-OURS = "lightning_strategies_ext"
+#: Name of a strategy of this package, for example "ddp_ext".
+EXT = "lightning_strategies_ext"
 Cell = tuple[str, ...]
 #: Strategies whose ranks all run the function of a cell. Other strategies start their processes, or have one process.
 STARTED = ("ddp", "ddp_ext", "fabric ddp_ext")

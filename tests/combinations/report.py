@@ -1,4 +1,4 @@
-"""Writes ``docs/combinations.md`` from verdicts."""
+"""Writes ``docs/combinations.md`` from the results of cells."""
 
 from collections import Counter
 from string import ascii_letters
@@ -41,7 +41,7 @@ def report(results: dict[str, dict[str, list[str]]]) -> str:
     """Returns the page.
 
     Args:
-        results: Results by strategy and cell (names joined by " + "), the status and the text of its verdict.
+        results: Results by strategy and cell (names joined by " + "), the status and the text of each.
     """
     of_strategies = [strategy for strategy in STRATEGIES if strategy in results]
     statuses = ("right", "refused", "as alone", "wrong")
@@ -63,8 +63,8 @@ def report(results: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines)
 
 
-def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
-    texts = dict.fromkeys(text for status, text in verdicts.values() if status in ("refused", "as alone"))
+def _section(strategy: str, cell_results: dict[str, list[str]]) -> list[str]:
+    texts = dict.fromkeys(text for status, text in cell_results.values() if status in ("refused", "as alone"))
     symbols = dict(zip(texts, ascii_letters, strict=False))
     lines = [f"## {strategy}", ""]
     if strategy in ALL_PAIRS:
@@ -73,34 +73,34 @@ def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
             " A blank pair excludes itself or was not run.",
             "",
         ]
-        lines += ["```text", *_matrix(strategy, verdicts, symbols), "```", ""]
+        lines += ["```text", *_matrix(strategy, cell_results, symbols), "```", ""]
     else:
-        right = [name or "no feature" for name, (status, _) in verdicts.items() if status == "right"]
+        right = [name or "no feature" for name, (status, _) in cell_results.items() if status == "right"]
         lines += [f"Right: {'; '.join(right)}.", ""]
     for text, symbol in symbols.items():
-        cells = [name for name, verdict in verdicts.items() if verdict[1] == text]
-        kind = "As alone" if verdicts[cells[0]][0] == "as alone" else "Refused"
+        cells = [name for name, cell_result in cell_results.items() if cell_result[1] == text]
+        kind = "As alone" if cell_results[cells[0]][0] == "as alone" else "Refused"
         shown = "; ".join(cells[:6]) + (f"; {len(cells) - 6} more" if len(cells) > 6 else "")
         lines += [f"**{symbol}.** {kind}: {shown}.", "", "```text", *_wrapped(text), "```", ""]
-    wrong = [f"- **Wrong**: {name}: {text}" for name, (status, text) in verdicts.items() if status == "wrong"]
+    wrong = [f"- **Wrong**: {name}: {text}" for name, (status, text) in cell_results.items() if status == "wrong"]
     return [*lines, *wrong, *([""] if wrong else [])]
 
 
-def _matrix(strategy: str, verdicts: dict[str, list[str]], symbols: dict[str, str]) -> list[str]:
+def _matrix(strategy: str, cell_results: dict[str, list[str]], symbols: dict[str, str]) -> list[str]:
     names = [feature.name for feature in FEATURES if strategy in feature.strategies]
     width = max(map(len, names))
     lines = [" " * (width + 4) + " ".join(f"{number:>2}" for number in range(len(names)))]
     for number, name in enumerate(names):
-        marks = [_mark(verdicts.get(name), symbols)]
-        marks += [_mark(verdicts.get(f"{other} + {name}"), symbols) for other in names[:number]]
+        marks = [_mark(cell_results.get(name), symbols)]
+        marks += [_mark(cell_results.get(f"{other} + {name}"), symbols) for other in names[:number]]
         lines.append(f"{number + 1:>2}  {name:<{width}}" + " ".join(f"{mark:>2}" for mark in marks).rstrip())
     return lines
 
 
-def _mark(verdict: list[str] | None, symbols: dict[str, str]) -> str:
-    if verdict is None:
+def _mark(cell_result: list[str] | None, symbols: dict[str, str]) -> str:
+    if cell_result is None:
         return ""
-    return symbols.get(verdict[1], "?") if verdict[0] in ("refused", "as alone") else _MARKS[verdict[0]]
+    return symbols.get(cell_result[1], "?") if cell_result[0] in ("refused", "as alone") else _MARKS[cell_result[0]]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""The table of combinations: the cells of each strategy, and their verdicts."""
+"""The table of combinations: the cells of each strategy, and their results."""
 
 from itertools import zip_longest
 
 from tests.combinations.cells import Cell, run_cells
-from tests.combinations.comparison import Verdict, judge
+from tests.combinations.comparison import CellResult, compare
 from tests.combinations.features import pairs, reference_of
 from tests.combinations.refusals import refusals_of
 
@@ -40,14 +40,14 @@ def reference_strategy(strategy: str) -> str:
     return "fabric one device" if strategy in FABRIC else "one device"
 
 
-def judged(
+def compare_cells(
     strategy: str,
     cells: list[Cell],
     references: dict[Cell, object],
     fault: str | None = None,
     with_stock: bool = False,
-) -> dict[Cell, Verdict]:
-    """Runs cells and returns their verdicts. Lightning's ``ddp`` also runs each cell that fails.
+) -> dict[Cell, CellResult]:
+    """Runs cells and returns their results. Lightning's ``ddp`` also runs each cell that fails.
 
     Args:
         strategy: Name of the strategy.
@@ -57,31 +57,31 @@ def judged(
         with_stock: Whether Lightning's ``ddp`` runs all cells.
     """
     found = run_cells(strategy, cells, fault)
-    verdicts = {cell: judge(cell, found[cell], references[reference_of(cell)]) for cell in cells}
-    for cell, verdict in verdicts.items():
-        _check_refusal(strategy, cell, verdict)
+    cell_results = {cell: compare(cell, found[cell], references[reference_of(cell)]) for cell in cells}
+    for cell, cell_result in cell_results.items():
+        _check_refusal(strategy, cell, cell_result)
     if strategy in ("dp_ext", "horovod_ext", *FABRIC) or fault is not None:
-        return verdicts
+        return cell_results
     for_stock = [
         cell
         for cell in cells
-        if (with_stock or verdicts[cell].status == "wrong")
+        if (with_stock or cell_results[cell].status == "wrong")
         and not any(name.startswith(("uneven", "compression", "buckets by trial")) for name in cell)
     ]
     stock = run_cells("ddp", for_stock)
     for cell in for_stock:
-        verdicts[cell] = judge(cell, found[cell], references[reference_of(cell)], stock[cell])
-        _check_refusal(strategy, cell, verdicts[cell])
-    return verdicts
+        cell_results[cell] = compare(cell, found[cell], references[reference_of(cell)], stock[cell])
+        _check_refusal(strategy, cell, cell_results[cell])
+    return cell_results
 
 
-def _check_refusal(strategy: str, cell: Cell, verdict: Verdict) -> None:
-    """Changes a verdict to wrong if the cell is refused unexpectedly, or trains although a refusal is expected."""
+def _check_refusal(strategy: str, cell: Cell, cell_result: CellResult) -> None:
+    """Changes a result to wrong if the cell is refused unexpectedly, or trains although a refusal is expected."""
     expected = refusals_of(strategy, cell)
-    if verdict.status == "refused" and not any(refusal.explains(verdict.text) for refusal in expected):
-        verdict.status, verdict.text = "wrong", f"refused, but not listed in `refusals.py`: {verdict.text}"
-    elif verdict.status == "right" and expected:
-        verdict.status, verdict.text = "wrong", f"trains, but is listed in `refusals.py`: {expected[0].text}"
+    if cell_result.status == "refused" and not any(refusal.explains(cell_result.text) for refusal in expected):
+        cell_result.status, cell_result.text = "wrong", f"refused, but not listed in `refusals.py`: {cell_result.text}"
+    elif cell_result.status == "right" and expected:
+        cell_result.status, cell_result.text = "wrong", f"trains, but is listed in `refusals.py`: {expected[0].text}"
 
 
 def fixed_part(strategy: str) -> list[Cell]:

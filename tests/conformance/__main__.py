@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [name for name in names if not options.cases or any(is_selected(name, case) for case in options.cases)]
     start_server()
     outcomes = run_all(chosen, with_gloo=not options.without_gloo)
-    problems = judged(outcomes, is_complete=not options.cases)
+    problems = find_problems(outcomes, is_complete=not options.cases)
     if options.report:
         options.report.write_text(report.markdown(outcomes))
     if options.json:
@@ -103,7 +103,7 @@ def run(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
     return outcome if gloo is None else program_cases.compared(gloo, outcome)
 
 
-def judged(outcomes: Outcomes, *, is_complete: bool) -> list[str]:
+def find_problems(outcomes: Outcomes, *, is_complete: bool) -> list[str]:
     """Returns one line for each problem of the outcomes or of the list of exceptions."""
     problems = []
     for name, of in outcomes.items():

@@ -71,11 +71,11 @@ def test_each_sample_is_in_one_batch_and_no_batch_has_a_single_sample():
 
 
 def test_in_one_world_the_order_is_that_of_torchs_distributed_sampler():
-    theirs = [list(DistributedSampler(range(32), 2, rank, shuffle=True, seed=5)) for rank in range(2)]
+    stock = [list(DistributedSampler(range(32), 2, rank, shuffle=True, seed=5)) for rank in range(2)]
     worlds = Worlds(lambda: make_loader(32, 4))
     worlds.run(2, None)
     assert [worlds.batches[0::2], worlds.batches[1::2]] == [
-        [indices[start : start + 4] for start in range(0, 16, 4)] for indices in theirs
+        [indices[start : start + 4] for start in range(0, 16, 4)] for indices in stock
     ]
 
 

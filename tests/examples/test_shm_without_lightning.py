@@ -27,12 +27,12 @@ def run_without_lightning(backend: str, directory: Path) -> str:
 
 
 def test_the_example_trains_the_bits_of_gloo_and_imports_no_lightning(tmp_path: Path) -> None:
-    ours = run_without_lightning("shm", tmp_path)
-    theirs = run_without_lightning("gloo", tmp_path)
-    assert rows(ours)["Lightning was imported"] == ["no"]
-    assert rows(ours)["ranks"] == ["2"]
-    assert number(ours, "accuracy on held-out images") > 0.9
-    assert rows(ours)["fingerprint of the weights"] == rows(theirs)["fingerprint of the weights"]
+    over_shm = run_without_lightning("shm", tmp_path)
+    over_gloo = run_without_lightning("gloo", tmp_path)
+    assert rows(over_shm)["Lightning was imported"] == ["no"]
+    assert rows(over_shm)["ranks"] == ["2"]
+    assert number(over_shm, "accuracy on held-out images") > 0.9
+    assert rows(over_shm)["fingerprint of the weights"] == rows(over_gloo)["fingerprint of the weights"]
 
 
 def test_without_torchrun_the_error_contains_the_command() -> None:

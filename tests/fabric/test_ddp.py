@@ -45,19 +45,19 @@ def train(fabric: Fabric) -> tuple[dict, str, float]:
 
 
 def train_under_fabric_with_both() -> list[Any]:
-    theirs = train_under_fabric("ddp")
+    stock = train_under_fabric("ddp")
     leave_process_group()
-    ours = train_under_fabric("ddp_ext")
+    ext = train_under_fabric("ddp_ext")
     assert torch.distributed.get_backend() == "shm"
-    return [ours, theirs]
+    return [ext, stock]
 
 
 @pytest.mark.processes
 def test_fabric_trains_bitwise_as_with_stock():
-    for ours, theirs in run_ranks(train_under_fabric_with_both):
-        assert ours[1] == FabricDDPStrategy.__module__
-        assert_same_bits(ours[0], theirs[0])
-        assert ours[2] == theirs[2]
+    for ext, stock in run_ranks(train_under_fabric_with_both):
+        assert ext[1] == FabricDDPStrategy.__module__
+        assert_same_bits(ext[0], stock[0])
+        assert ext[2] == stock[2]
 
 
 def save_and_load_in_a_script(directory: str) -> tuple[dict, dict]:

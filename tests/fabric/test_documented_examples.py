@@ -35,19 +35,19 @@ def run_example(page: str, strategy: str | None = None) -> dict[str, torch.Tenso
 
 def test_the_example_for_ddp_gives_the_weights_of_stock():
     expected = run_ranks(run_example, "ddp.md", "ddp")
-    for ours, theirs in zip(run_ranks(run_example, "ddp.md"), expected, strict=True):
-        assert_same_bits(ours, theirs)
+    for ext, stock in zip(run_ranks(run_example, "ddp.md"), expected, strict=True):
+        assert_same_bits(ext, stock)
 
 
 def test_the_example_for_dp_gives_the_weights_of_a_single_device():
-    (ours,) = run_ranks(run_example, "dp.md", world_size=1)
-    (theirs,) = run_ranks(run_example, "dp.md", "auto", world_size=1)
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name])
+    (ext,) = run_ranks(run_example, "dp.md", world_size=1)
+    (stock,) = run_ranks(run_example, "dp.md", "auto", world_size=1)
+    for name, tensor in ext.items():
+        torch.testing.assert_close(tensor, stock[name])
 
 
 def test_the_example_for_horovod_gives_the_weights_of_stock_to_half_precision():
     (expected, _), ranks = run_ranks(run_example, "horovod.md", "ddp"), run_horovod("python", run_example, "horovod.md")
-    for ours in ranks:
-        for name, tensor in ours.items():
+    for ext in ranks:
+        for name, tensor in ext.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-2)

@@ -188,12 +188,12 @@ def test_a_lightning_module_trains_and_logs_once(arguments):
             optimizer.step()
             optimizer.zero_grad()
         results.append((logger.rows, state_of(module), module.accuracy.compute()))
-    ours, theirs = results
-    assert len(ours[0]) == len(theirs[0]) == 14
-    for our_row, row in zip(ours[0], theirs[0], strict=True):
-        assert our_row == pytest.approx(row, rel=1e-4)
-    assert_close(ours[1], theirs[1])
-    torch.testing.assert_close(ours[2], theirs[2])
+    ext, single = results
+    assert len(ext[0]) == len(single[0]) == 14
+    for ext_row, row in zip(ext[0], single[0], strict=True):
+        assert ext_row == pytest.approx(row, rel=1e-4)
+    assert_close(ext[1], single[1])
+    torch.testing.assert_close(ext[2], single[2])
 
 
 class NoInput(nn.Module):

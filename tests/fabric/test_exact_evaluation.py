@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 from torchmetrics import Accuracy
 
-from lightning_strategies_ext import fabric as ours
+from lightning_strategies_ext import fabric as ext
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import NUM_CLASSES, NUM_FEATURES, dataset
 from tests.support.ranks import run_ranks
@@ -29,7 +29,7 @@ def train_and_evaluate(strategy: str, world_size: int) -> list[dict[str, Any]]:
     backend = {"process_group_backend": strategy} if strategy in ("shm", "gloo") else {}
     made: Any = "auto"
     if world_size > 1:
-        made = ours.HorovodStrategy() if strategy == "horovod" else ours.DDPStrategy(**backend)
+        made = ext.HorovodStrategy() if strategy == "horovod" else ext.DDPStrategy(**backend)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=made)
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
@@ -103,7 +103,7 @@ def test_each_sample_counts_once_over_horovod() -> None:
 
 def values_of_one_model(world_size: int) -> list[list[float]]:
     """Returns sums, counts, and accuracies of an untrained model."""
-    made: Any = ours.DDPStrategy() if world_size > 1 else "auto"
+    made: Any = ext.DDPStrategy() if world_size > 1 else "auto"
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=made)
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
@@ -116,13 +116,13 @@ def values_of_one_model(world_size: int) -> list[list[float]]:
 def test_values_are_those_of_one_device() -> None:
     expected = values_of_one_model(1)
     for rank in run_ranks(values_of_one_model, 2):
-        for values, theirs in zip(rank, expected, strict=True):
-            assert values == pytest.approx(theirs, rel=1e-5)
+        for values, right in zip(rank, expected, strict=True):
+            assert values == pytest.approx(right, rel=1e-5)
 
 
 def numbers_of_samples(world_size: int) -> list[int]:
     """Returns the numbers of samples of this rank in several DataLoaders with five samples."""
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ours.DDPStrategy())
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=ext.DDPStrategy())
     fabric.launch()
     data = data_of(5)
     own = DistributedSampler(data, world_size, fabric.global_rank, drop_last=True)

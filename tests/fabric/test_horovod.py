@@ -136,12 +136,12 @@ def test_a_fabric_loop_trains_as_with_ddp(launcher, tmp_path):
     expected = run_ranks(train_under_fabric, "ddp_ext", str(tmp_path / "a"))
     buffers = [rank.pop("buffers") for rank in expected]
     assert_close(buffers[1], buffers[0])
-    for ours, theirs in zip(
+    for ext, stock in zip(
         run_horovod(launcher, train_under_fabric, "horovod_ext", str(tmp_path / "b")), expected, strict=True
     ):
-        assert_close(ours.pop("before"), theirs.pop("before"))
-        assert_close(ours.pop("after"), theirs.pop("after"))
-        assert_close(ours.pop("gan"), theirs.pop("gan"))
-        for found in (ours.pop("buffers"), ours.pop("in each step")):
+        assert_close(ext.pop("before"), stock.pop("before"))
+        assert_close(ext.pop("after"), stock.pop("after"))
+        assert_close(ext.pop("gan"), stock.pop("gan"))
+        for found in (ext.pop("buffers"), ext.pop("in each step")):
             assert_close(found, buffers[0])
-        assert ours == theirs
+        assert ext == stock

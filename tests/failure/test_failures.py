@@ -1,14 +1,10 @@
-"""Failures of ``ddp_ext``: a SIGTERM on any rank stops all ranks, and a failure ends all ranks.
-
-Also tests the overhead: a training step exchanges only gradients.
-"""
+"""Failures of ``ddp_ext``: a SIGTERM on any rank stops all ranks, and a failure ends all ranks."""
 
 import json
 import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +14,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from lightning_utilities.core.imports import RequirementCache
 
-from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.failure import policies, process_exit
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
@@ -305,42 +299,6 @@ def test_a_sigterm_after_the_last_step_of_a_stage_stops_the_next_stage(signalled
     assert run_ranks(fit_and_test_when_signalled_at_the_end_of_fit, signalled) == ["interrupted"] * 2
 
 
-# --- overhead ---
-
-
-class CountCollectives(Callback):
-    """A callback that profiles ten training steps, from the start of the first step to the start of the eleventh."""
-
-    def __init__(self) -> None:
-        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if batch_idx == 3:
-            self.profiler.start()
-        elif batch_idx == 13:
-            self.profiler.stop()
-
-    def counts(self) -> dict[str, int]:
-        names = [event.name for event in self.profiler.events() if event.name.startswith(("c10d::", "shm:"))]
-        return {name: names.count(name) for name in set(names)}
-
-
-def count_collectives_in_ten_steps(strategy: str) -> dict[str, int]:
-    count = CountCollectives()
-    make_trainer(strategy, callbacks=[count], max_steps=20).fit(Steady(), loader(8 * BATCHES_PER_EPOCH))
-    return count.counts()
-
-
-def test_a_step_exchanges_gradients_and_nothing_else():
-    assert run_ranks(count_collectives_in_ten_steps, "ddp_ext") == [{"shm:all_reduce": 10}] * 2
-
-
-@pytest.mark.skipif(not RequirementCache("lightning>=2.5.3"), reason="Lightning has no such broadcast before 2.5.3")
-def test_a_step_of_stock_ddp_also_waits_for_a_broadcast():
-    expected = {"c10d::allreduce_": 10, "c10d::broadcast_": 10}
-    assert run_ranks(count_collectives_in_ten_steps, "ddp") == [expected] * 2
-
-
 # --- an exception on one rank ---
 
 
@@ -396,86 +354,6 @@ def test_reconciliate_processes_terminates_the_other_ranks_when_a_user_calls_it(
     first, second = outcomes_of_ranks(reconcile_while_the_other_is_stuck)
     assert (first.exit_code, second.exit_code) == (3, process_exit.MONITOR_EXIT_CODE)
     assert "rank 1 was terminated because rank 0 failed: a trace of mine" in second.output
-
-
-# --- an exception on all ranks, or early ---
-
-
-def fit_again_after_a_caught_failure(with_same_trainer: bool) -> dict[str, torch.Tensor]:
-    trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
-    with pytest.raises(KeyError, match="bad sample"):
-        trainer.fit(MLP(), loader())
-    if not with_same_trainer:
-        trainer = make_trainer("ddp_ext")
-    model = MLP()
-    trainer.fit(model, loader())
-    assert trainer.state.finished
-    return state_of(model)
-
-
-@pytest.mark.parametrize("with_same_trainer", [True, False])
-def test_a_failure_of_all_ranks_that_the_script_catches_terminates_no_rank(with_same_trainer):
-    assert_same_bits(*run_ranks(fit_again_after_a_caught_failure, with_same_trainer))
-
-
-def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
-    policies.GRACE_S = 1.0
-    trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
-    with pytest.raises(KeyError, match="bad sample"):
-        trainer.fit(MLP(), loader())
-    if not with_same_trainer:
-        trainer = make_trainer("ddp_ext")
-    trainer.callbacks.append(Fail(1, others_are_stuck=True))
-    trainer.fit(MLP(), loader())
-
-
-@pytest.mark.parametrize("with_same_trainer", [True, False])
-def test_after_a_caught_failure_the_next_failure_is_detected(with_same_trainer):
-    first, second = outcomes_of_ranks(fail_again_after_a_caught_failure, with_same_trainer)
-    assert (first.exit_code, second.exit_code) == (process_exit.MONITOR_EXIT_CODE, 1), f"{first}\n{second}"
-
-
-class FailsEarly(MLP):
-    """A model that raises in a hook before the strategy's setup, on some ranks."""
-
-    def __init__(self, hook: str, *failing: int) -> None:
-        super().__init__()
-        self.failing = failing
-        setattr(self, hook, self.fail)
-
-    def fail(self, stage: str | None = None) -> None:
-        if int(os.environ["LOCAL_RANK"]) in self.failing:
-            raise KeyError("no data")
-
-
-class CountTeardowns(DDPStrategy):
-    num_teardowns = 0
-
-    def teardown(self) -> None:
-        super().teardown()
-        self.num_teardowns += 1
-
-
-def fail_early(hook: str, *failing: int) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    strategy = CountTeardowns()
-    try:
-        make_trainer(strategy).fit(FailsEarly(hook, *failing), loader())
-    finally:
-        assert strategy.num_teardowns == 1
-        strategy.teardown()
-        assert signal.getsignal(signal.SIGTERM) is handler
-        assert "lightning-strategies-ext store" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.parametrize(
-    ("hook", "failing"), [("prepare_data", (0,)), ("setup", (1,)), ("setup", (0, 1)), ("configure_optimizers", (0,))]
-)
-def test_an_exception_before_the_first_step_ends_all_ranks_and_tears_down(hook, failing):
-    outcomes = outcomes_of_ranks(fail_early, hook, *failing)
-    assert [outcome.exit_code for outcome in outcomes] == [1, 1], f"{outcomes[0]}\n{outcomes[1]}"
-    assert all("AssertionError" not in outcome.error for outcome in outcomes)
-    assert all("KeyError: 'no data'" in outcomes[rank].error for rank in failing)
 
 
 def fit_and_then_fail_on_rank_1(directory: Path) -> None:

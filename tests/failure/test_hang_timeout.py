@@ -24,7 +24,7 @@ from lightning_strategies_ext import (
     RankFailedError,
     WorkerRaisedError,
 )
-from lightning_strategies_ext import fabric as ours
+from lightning_strategies_ext import fabric as ext
 from tests.support.ddp_spawn_trainers import spawn_trainer
 from tests.support.models import MLP, dataset, loader, make_trainer
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -222,7 +222,7 @@ def test_two_ranks_that_wait_for_each_other_exit_by_themselves_and_one_reports_w
         assert "RankFailedError: ranks 0-1 on" in outcome.output, outcome.output
 
 
-@pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])
+@pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ext.DDPStrategy])
 @pytest.mark.parametrize(
     ("hang_timeout", "error"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)]
 )
@@ -236,12 +236,12 @@ def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
     [
         (DDPStrategy, "patience", "hang_timeout"),
         (DDPSpawnStrategy, "patience", "hang_timeout"),
-        (ours.DDPStrategy, "patience", "hang_timeout"),
+        (ext.DDPStrategy, "patience", "hang_timeout"),
         (DDPRayStrategy, "placement", "placement_strategy"),
         (DataParallelStrategy, "take_turns", "sequential"),
-        (ours.DataParallelStrategy, "take_turns", "sequential"),
+        (ext.DataParallelStrategy, "take_turns", "sequential"),
         (HorovodStrategy, "patience", "hang_timeout"),
-        (ours.HorovodStrategy, "patience", "hang_timeout"),
+        (ext.HorovodStrategy, "patience", "hang_timeout"),
         (CommunicationMonitor, "directory", "dirpath"),
         (CommunicationMonitor, "picture", "plot"),
     ],
@@ -257,8 +257,8 @@ def test_an_old_name_of_an_argument_is_rejected_with_the_new_one(kind, old, new)
         (DDPStrategy, "part_of_store", "prefix_store"),
         (DDPStrategy, "around_stage", "wrap_stage"),
         (DDPStrategy, "has_met", "has_joined"),
-        (ours.DDPStrategy, "stopping_together", "coordinated_stop"),
-        (ours.DDPStrategy, "explained", "explain_exception"),
+        (ext.DDPStrategy, "stopping_together", "coordinated_stop"),
+        (ext.DDPStrategy, "explained", "explain_exception"),
     ],
 )
 def test_an_old_name_of_a_method_is_rejected_with_the_new_one(kind, old, new):

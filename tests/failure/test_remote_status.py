@@ -171,9 +171,9 @@ def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch
     monkeypatch.setattr(remote_status, "time", clock)
     for one in ranks.by_rank.values():
         one._lost_s = 100.0  # a busy machine does not reach this timeout
-        one._links.kept_alive = set()
+        one._links.with_keepalive = set()
     ranks.update_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks[0]._links.kept_alive = set()
+    ranks[0]._links.with_keepalive = set()
     clock.ahead_s += 70
     ranks.statuses[2] = RankStatus(2, heartbeat=1)
     ranks.update_until(lambda: ranks[0].statuses[2].heartbeat == 1)

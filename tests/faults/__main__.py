@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
+from tests.faults.cases import EXT, KINDS, Case, Result, all_cases, try_case
 from tests.support.namespace_hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
@@ -28,7 +28,7 @@ NUM_LINES = 60
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument(
-        "--strategies", nargs="+", default=[*OURS, "ddp"], help="strategies to test; ddp is Lightning's strategy"
+        "--strategies", nargs="+", default=[*EXT, "ddp"], help="strategies to test; ddp is Lightning's strategy"
     )
     parser.add_argument(
         "--worlds", nargs="+", default=["2", "3", "1x2", "2x2"], help="numbers of ranks, or numbers of ranks x hosts"

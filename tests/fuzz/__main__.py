@@ -40,17 +40,17 @@ def main() -> None:
                 if time.monotonic() > deadline:
                     continue
                 began = time.monotonic()
-                verdict = check(draw(strategy, seed), pools, arguments.limit)
+                result = check(draw(strategy, seed), pools, arguments.limit)
                 if arguments.verbose:
                     print(f"{time.monotonic() - began:.1f} s", end=" ")
-                counts[strategy, verdict.kind] += 1
-                if arguments.verbose or verdict.kind == "wrong":
-                    print(verdict, flush=True)
-                if verdict.kind != "wrong":
+                counts[strategy, result.kind] += 1
+                if arguments.verbose or result.kind == "wrong":
+                    print(result, flush=True)
+                if result.kind != "wrong":
                     continue
                 wrong.append((strategy, seed))
                 if not arguments.no_shrink:
-                    print(f"Smallest case that fails:\n{shrink(verdict, pools, arguments.limit)}\n", flush=True)
+                    print(f"Smallest case that fails:\n{shrink(result, pools, arguments.limit)}\n", flush=True)
     for strategy in arguments.strategies:
         print(
             f"{strategy}: " + ", ".join(f"{number} {kind}" for (of, kind), number in counts.items() if of == strategy)

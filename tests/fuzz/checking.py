@@ -1,8 +1,8 @@
-"""Runs a case with our strategy and with its reference, and finds differences.
+"""Runs a case with a strategy of this package and with its reference, and finds differences.
 
 with Pools() as pools:
-    verdict = check(draw("ddp_ext", 17), pools)
-assert not verdict.differences, verdict
+    result = check(draw("ddp_ext", 17), pools)
+assert not result.differences, result
 """
 
 import pickle
@@ -34,7 +34,7 @@ _ANY = object()
 
 
 @dataclass
-class Verdict:
+class Result:
     """The result of a case.
 
     Attributes:
@@ -71,31 +71,31 @@ class Pools:
 
 
 def _pool_of(case: Case, kind: str) -> tuple[str, int]:
-    if kind == "one" or (kind == "ours" and case.strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")):
+    if kind == "one" or (kind == "ext" and case.strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")):
         return "single", 1
-    return "horovod" if kind == "ours" and case.strategy == "horovod_ext" else "torch", case.world_size
+    return "horovod" if kind == "ext" and case.strategy == "horovod_ext" else "torch", case.world_size
 
 
-def check(case: Case, pools: Pools, limit_s: float = CASE_LIMIT_S) -> Verdict:
-    """Runs a case and its reference, and returns the verdict."""
+def check(case: Case, pools: Pools, limit_s: float = CASE_LIMIT_S) -> Result:
+    """Runs a case and its reference, and returns the result."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        ours = pools.run(case, "ours", directory / "ours", limit_s)
-        failed = [outcome for outcome in ours if outcome.error is not None]
+        ext = pools.run(case, "ext", directory / "ext", limit_s)
+        failed = [outcome for outcome in ext if outcome.error is not None]
         if failed and all(outcome.error[0] in REFUSALS for outcome in failed if outcome.error is not None):
             error = failed[0].error
             assert error is not None
             if "lightning_strategies_ext" in failed[0].trace.splitlines()[-2] + _raised_in(failed[0].trace):
-                return Verdict(case, "refused", note=f"{error[0]}: {error[1]}"[:300])
+                return Result(case, "refused", note=f"{error[0]}: {error[1]}"[:300])
         kind = {"ddp": "stock", "one": "one", "none": ""}[case.reference]
-        theirs = pools.run(case, kind, directory / "theirs", limit_s) if kind else []
+        reference = pools.run(case, kind, directory / "reference", limit_s) if kind else []
         if failed:
-            return _of_failed(case, failed[0], theirs)
-        if any(outcome.error is not None for outcome in theirs):
-            note = next(f"{outcome.error}\n{outcome.trace}" for outcome in theirs if outcome.error is not None)
-            return Verdict(case, "wrong", ["only the reference raises"], note)
-        differences = list(_compare(case, ours, theirs, directory))
-        return Verdict(case, "wrong" if differences else "right", differences)
+            return _of_failed(case, failed[0], reference)
+        if any(outcome.error is not None for outcome in reference):
+            note = next(f"{outcome.error}\n{outcome.trace}" for outcome in reference if outcome.error is not None)
+            return Result(case, "wrong", ["only the reference raises"], note)
+        differences = list(_compare(case, ext, reference, directory))
+        return Result(case, "wrong" if differences else "right", differences)
 
 
 def _raised_in(trace: str) -> str:
@@ -104,20 +104,20 @@ def _raised_in(trace: str) -> str:
     return files[-1] if files else ""
 
 
-def _of_failed(case: Case, failed: Outcome, theirs: list[Outcome]) -> Verdict:
+def _of_failed(case: Case, failed: Outcome, reference: list[Outcome]) -> Result:
     assert failed.error is not None
-    classes = {outcome.error[0] for outcome in theirs if outcome.error is not None}
-    texts = {outcome.error[1][:60] for outcome in theirs if outcome.error is not None}
+    classes = {outcome.error[0] for outcome in reference if outcome.error is not None}
+    texts = {outcome.error[1][:60] for outcome in reference if outcome.error is not None}
     if failed.error[0] in classes or any(text in failed.error[1] + failed.trace for text in texts):
-        return Verdict(case, "both raise", note=f"{failed.error[0]}: {failed.error[1]}"[:300])
+        return Result(case, "both raise", note=f"{failed.error[0]}: {failed.error[1]}"[:300])
     note = f"{failed.error[0]}: {failed.error[1]}\n{failed.trace}"
-    return Verdict(case, "wrong", ["ours raises", f"the reference: {classes or 'no exception'}"], note)
+    return Result(case, "wrong", ["the strategy raises", f"the reference: {classes or 'no exception'}"], note)
 
 
-def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: Path) -> Any:
+def _compare(case: Case, ext: list[Outcome], reference_outcomes: list[Outcome], directory: Path) -> Any:
     num_stages = 1 + len(case.later)
     if case.reference == "none":
-        yield from _agree(case, directory / "ours", num_stages)
+        yield from _agree(case, directory / "ext", num_stages)
         return
     tolerance = TOLERANCE if case.is_close_enough else 0.0
     tolerance_of_metrics = max(tolerance, TOLERANCE_OF_METRICS if case.world_size > 2 else 0.0)
@@ -129,7 +129,7 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
 
     for number in range(num_stages):
         stage = ("fit", *case.later)[number]
-        ranks = [_state(directory / "ours", number, rank) for rank in range(_num_states(case))]
+        ranks = [_state(directory / "ext", number, rank) for rank in range(_num_states(case))]
         is_spawned = case.strategy in ("ddp_spawn_ext", "ddp_fork_ext")
         if is_spawned and stage not in ("fit", "resume"):
             # Workers of a later stage have no optimizers; the main process has those of `fit`.
@@ -139,9 +139,9 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
         if draws_otherwise:
             ranks = [{**rank, "random": _ANY} for rank in ranks]
         if case.reference == "ddp":
-            references = [_state(directory / "theirs", number, rank) for rank in range(case.world_size)]
+            references = [_state(directory / "reference", number, rank) for rank in range(case.world_size)]
         else:
-            references = [_state(directory / "theirs", number, 0)] * len(ranks)
+            references = [_state(directory / "reference", number, 0)] * len(ranks)
             samples = _joined([rank.pop("samples") for rank in ranks])
             for reference in references[:1]:
                 yield from differences(samples, _joined([reference.pop("samples")]), f"{number} {stage}: samples")
@@ -150,14 +150,14 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
         for rank, (state, reference) in enumerate(zip(ranks, references, strict=True)):
             yield from compare(state, reference, f"{number} {stage}: rank {rank}")
         # The state of the process that calls the Trainer, and the return value of the stage.
-        for rank, outcome in enumerate(ours):
-            other = theirs[rank] if len(theirs) > rank else theirs[0]
+        for rank, outcome in enumerate(ext):
+            other = reference_outcomes[rank] if len(reference_outcomes) > rank else reference_outcomes[0]
             own, reference = outcome.states[number], other.states[number]
             if case.reference == "one" or draws_otherwise:
                 own["random"] = _ANY
             yield from compare(own, reference, f"{number} {stage}: caller {rank}")
-        returned = [outcome.returned[number] for outcome in ours]
-        expected = [outcome.returned[number] for outcome in theirs]
+        returned = [outcome.returned[number] for outcome in ext]
+        expected = [outcome.returned[number] for outcome in reference_outcomes]
         if stage == "predict":
             yield from differences(
                 _by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance
@@ -222,7 +222,7 @@ def _agree(case: Case, directory: Path, num_stages: int) -> Any:
 def _compare_checkpoints(directory: Path, tolerance: float) -> Any:
     files = [
         {str(path.relative_to(directory / run)): path for path in sorted((directory / run).rglob("*.ckpt"))}
-        for run in ("ours", "theirs")
+        for run in ("ext", "reference")
     ]
     if files[0].keys() != files[1].keys():
         yield f"checkpoints: {sorted(files[0])} and {sorted(files[1])}"
@@ -230,7 +230,7 @@ def _compare_checkpoints(directory: Path, tolerance: float) -> Any:
     for name in files[0]:
         own, other = (
             _without_paths(torch.load(one[name], weights_only=False), str(directory / run))
-            for one, run in zip(files, ("ours", "theirs"), strict=True)
+            for one, run in zip(files, ("ext", "reference"), strict=True)
         )
         yield from differences(own, other, f"checkpoint {name}", tolerance)
 

@@ -1,7 +1,7 @@
 """Ranks that are started once and run many cases.
 
     with Pool("torch", 2) as pool:  # or "horovod", or "single": one process without ranks
-        outcomes = pool.run(case, "ours", directory)
+        outcomes = pool.run(case, "ext", directory)
 
 The main process sends cases to the processes of a pool in files, and receives results in files. Each case has a time
 limit: the main process kills the ranks of a case that exceeds it, and starts new ranks for the next case.

@@ -27,8 +27,8 @@ def pools() -> Iterator[Pools]:
     ("strategy", "seed"), [(strategy, seed) for strategy, number in NUM_SEEDS.items() for seed in range(number)]
 )
 def test_case(pools: Pools, strategy: str, seed: int) -> None:
-    verdict = check(draw(strategy, seed), pools)
-    assert verdict.kind != "wrong", f"{verdict}\nShrink: python -m tests.fuzz --strategy {strategy} --seed {seed}"
+    result = check(draw(strategy, seed), pools)
+    assert result.kind != "wrong", f"{result}\nShrink: python -m tests.fuzz --strategy {strategy} --seed {seed}"
 
 
 FAULTS = {
@@ -42,10 +42,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_its_case_shrunk(pools: Pools, fault: str) -> None:
     case = Case("ddp_ext", 0, blocks=("linear", "dropout"), optimizer="adam", num_samples=16, fault=fault)
-    verdict = check(case, pools)
-    assert verdict.kind == "wrong", FAULTS[fault]
-    assert any({"gradient": "model", "hook": "hooks", "sample": "samples"}[fault] in one for one in verdict.differences)
-    smallest = shrink(verdict, pools).case
+    result = check(case, pools)
+    assert result.kind == "wrong", FAULTS[fault]
+    assert any({"gradient": "model", "hook": "hooks", "sample": "samples"}[fault] in one for one in result.differences)
+    smallest = shrink(result, pools).case
     assert (smallest.blocks, smallest.optimizer, smallest.num_samples) == ((), "sgd", 24)
 
 

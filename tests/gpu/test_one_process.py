@@ -36,9 +36,9 @@ class RecordsPlacementWithBatchNorm(RecordsPlacement, WithBatchNorm):
 
 
 def train_replicas(where: dict[str, Any], make_model: type[RecordsPlacement], kwargs: dict[str, Any]) -> list[Any]:
-    _, ours = fit("dp_ext", make_model, **where, **kwargs)
+    _, ext = fit("dp_ext", make_model, **where, **kwargs)
     _, single = fit("auto", make_model, **{**where, "devices": 1})
-    return [state_of(ours.cpu()), state_of(single.cpu()), set(ours.devices)]
+    return [state_of(ext.cpu()), state_of(single.cpu()), set(ext.devices)]
 
 
 @num_devices
@@ -50,10 +50,10 @@ def train_replicas(where: dict[str, Any], make_model: type[RecordsPlacement], kw
 def test_replicas_train_as_one_device_on_the_whole_batch(
     make_model: type[RecordsPlacement], kwargs: dict[str, Any], num_devices: int
 ) -> None:
-    ours, single, devices = run_main(train_replicas, num_devices, make_model, kwargs)
+    ext, single, devices = run_main(train_replicas, num_devices, make_model, kwargs)
     assert devices == ({"cpu"} if ON_CPU else {f"cuda:{index}" for index in range(num_devices)})
     for name, tensor in single.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ext[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @cuda_only
@@ -86,15 +86,15 @@ def train_with_fabric(where: dict[str, Any], strategy: str, precision: str) -> d
 
 
 def train_with_both(where: dict[str, Any], precision: str) -> tuple[Any, Any, str]:
-    theirs = train_with_fabric(where, "ddp", precision)
-    return train_with_fabric(where, "ddp_ext", precision), theirs, torch.distributed.get_backend()
+    stock = train_with_fabric(where, "ddp", precision)
+    return train_with_fabric(where, "ddp_ext", precision), stock, torch.distributed.get_backend()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_fabric_loop_trains_bitwise_as_with_stock(ranks: Ranks, precision: str) -> None:
-    for ours, theirs, backend in ranks.run(train_with_both, precision):
+    for ext, stock, backend in ranks.run(train_with_both, precision):
         assert backend == BACKEND
-        assert_same_bits(ours, theirs)
+        assert_same_bits(ext, stock)
 
 
 @num_devices

@@ -38,13 +38,13 @@ REPEATABLE = {"deterministic": True}
 
 
 def train_with_both(where: dict[str, Any], make_model: type[MLP], variant: str, kwargs: dict[str, Any]) -> Any:
-    theirs = fit(f"ddp{variant}", make_model, **REPEATABLE, **where, **kwargs)
+    stock = fit(f"ddp{variant}", make_model, **REPEATABLE, **where, **kwargs)
     # If gradients are views into buckets, the last bit of their norm differs, also with Lightning's strategy.
     as_stock = DDPStrategy(gradient_as_bucket_view=False)
     strategy = as_stock if "gradient_clip_val" in kwargs else f"ddp_ext{variant}"
-    ours = fit(strategy, make_model, **REPEATABLE, **where, **kwargs)
-    assert ours[0].global_step == theirs[0].global_step > 0
-    return state_of(ours[1]), state_of(theirs[1])
+    ext = fit(strategy, make_model, **REPEATABLE, **where, **kwargs)
+    assert ext[0].global_step == stock[0].global_step > 0
+    return state_of(ext[1]), state_of(stock[1])
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def train_with_both(where: dict[str, Any], make_model: type[MLP], variant: str, 
 def test_the_weights_have_the_bits_of_stock(
     ranks: Ranks, make_model: type[MLP], variant: str, kwargs: dict[str, Any]
 ) -> None:
-    for ours, theirs in ranks.run(train_with_both, make_model, variant, kwargs):
-        assert_same_bits(ours, theirs)
+    for ext, stock in ranks.run(train_with_both, make_model, variant, kwargs):
+        assert_same_bits(ext, stock)
 
 
 # --- 16-mixed: the gradient scaler ---
@@ -102,12 +102,12 @@ def overflow_with_both(where: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @cuda_only
 def test_an_overflow_on_one_rank_halves_the_scale_and_skips_the_step_on_all_ranks(ranks: Ranks) -> None:
-    for (ours, scales, weights), (theirs, their_scales, _) in ranks.run(overflow_with_both):
+    for (ext, scales, weights), (stock, stock_scales, _) in ranks.run(overflow_with_both):
         steps = len(weights)
-        assert scales == [1024.0] * OVERFLOWING + [512.0] * (steps - OVERFLOWING) == their_scales
+        assert scales == [1024.0] * OVERFLOWING + [512.0] * (steps - OVERFLOWING) == stock_scales
         unchanged = [step for step in range(1, steps) if torch.equal(weights[step], weights[step - 1])]
         assert unchanged == [OVERFLOWING]
-        assert_same_bits(ours, theirs)
+        assert_same_bits(ext, stock)
 
 
 # --- communication hooks ---
@@ -131,9 +131,9 @@ def power_sgd_in_fp16() -> dict[str, Any]:
 
 
 def train_with_hook(where: dict[str, Any], hook: Callable[[], dict[str, Any]]) -> list[Any]:
-    plain, theirs = fit("ddp", **REPEATABLE, **where), fit(LightningDDPStrategy(**hook()), **REPEATABLE, **where)
-    ours = fit(DDPStrategy(**hook()), **REPEATABLE, **where)
-    return [state_of(model) for _, model in (ours, theirs, plain)]
+    plain, stock = fit("ddp", **REPEATABLE, **where), fit(LightningDDPStrategy(**hook()), **REPEATABLE, **where)
+    ext = fit(DDPStrategy(**hook()), **REPEATABLE, **where)
+    return [state_of(model) for _, model in (ext, stock, plain)]
 
 
 @cuda_only  # Lightning's strategy registers hooks on CUDA only
@@ -141,9 +141,9 @@ def train_with_hook(where: dict[str, Any], hook: Callable[[], dict[str, Any]]) -
 def test_a_communication_hook_has_the_effect_that_it_has_with_stock(
     ranks: Ranks, hook: Callable[[], dict[str, Any]]
 ) -> None:
-    for ours, theirs, plain in ranks.run(train_with_hook, hook):
-        assert_same_bits(ours, theirs)
-        assert any(not torch.equal(tensor, plain[name]) for name, tensor in ours.items()), "the hook had no effect"
+    for ext, stock, plain in ranks.run(train_with_hook, hook):
+        assert_same_bits(ext, stock)
+        assert any(not torch.equal(tensor, plain[name]) for name, tensor in ext.items()), "the hook had no effect"
 
 
 def train_compressed(where: dict[str, Any], compression: Any) -> dict[str, Tensor]:
@@ -165,12 +165,12 @@ def test_ranks_whose_exchange_is_compressed_end_with_one_model(ranks: Ranks, com
 def train_with_sync_batchnorm(where: dict[str, Any]) -> tuple[Any, Any]:
     """Trains on one rank; returns its results, and the results of one process with the global batches."""
     pl.seed_everything(11, verbose=False)
-    ours, whole = WithBatchNorm(), WithBatchNorm()
-    whole.load_state_dict(ours.state_dict())
+    ext, whole = WithBatchNorm(), WithBatchNorm()
+    whole.load_state_dict(ext.state_dict())
     # With an explicit sampler, because Lightning's sampler would shuffle.
     trainer = make_trainer("ddp_ext", sync_batchnorm=not ON_CPU, use_distributed_sampler=False, **where)
     in_order = DistributedSampler(dataset(), trainer.world_size, trainer.global_rank, shuffle=False)
-    trainer.fit(ours, loader(sampler=in_order))
+    trainer.fit(ext, loader(sampler=in_order))
     device = trainer.strategy.root_device
     whole.to(device)
     optimizer = whole.configure_optimizers()
@@ -179,16 +179,16 @@ def train_with_sync_batchnorm(where: dict[str, Any]) -> tuple[Any, Any]:
             optimizer.zero_grad()
             whole.loss([tensor.to(device) for tensor in batch]).backward()
             optimizer.step()
-    return state_of(ours), state_of(whole.cpu())
+    return state_of(ext), state_of(whole.cpu())
 
 
 def test_sync_batchnorm_has_the_statistics_and_gradients_of_the_whole_batch(ranks: Ranks) -> None:
     if ON_CPU and ranks.world_size > 1:
         pytest.skip("LSE_GPU_TESTS_ON=cpu: torch has no SyncBatchNorm for CPUs, and results with BatchNorm differ")
-    for ours, whole in ranks.run(train_with_sync_batchnorm):
-        assert ours.keys() == whole.keys()  # BatchNorm again, instead of SyncBatchNorm
+    for ext, whole in ranks.run(train_with_sync_batchnorm):
+        assert ext.keys() == whole.keys()  # BatchNorm again, instead of SyncBatchNorm
         for name, tensor in whole.items():
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ext[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 # --- checkpoints ---

@@ -102,10 +102,10 @@ def of_all_ranks(name: str, case: str, paths: list[Path]) -> Calls:
 
 def _of_steps(name: str, steps: list[Any]) -> Calls:
     """Returns the most frequent calls of a step."""
-    counts = Counter(totals["ours"] for totals, _ in steps)
+    counts = Counter(totals["ext"] for totals, _ in steps)
     [(most_frequent, num_steps)] = counts.most_common(1)
     assert num_steps > len(steps) / 2, f"{name}: the steps differ: {dict(counts)}"
-    return next(Calls(*step) for step in steps if step[0]["ours"] == most_frequent)
+    return next(Calls(*step) for step in steps if step[0]["ext"] == most_frequent)
 
 
 # --- the record ---
@@ -125,7 +125,7 @@ def explain(name: str, case: str, calls: Calls) -> str:
     """Describes a difference from the record, with the command that accepts it; empty if the numbers agree."""
     record = read()
     recorded = record["calls"].get(name, {}).get(case)
-    if recorded == calls.totals["ours"]:
+    if recorded == calls.totals["ext"]:
         return ""
     before = _functions_of(record, name, case)
     changes = {
@@ -133,7 +133,7 @@ def explain(name: str, case: str, calls: Calls) -> str:
     }
     return "\n".join(
         [
-            f"{name}, {case}: a step calls {calls.totals['ours']} functions of this package; recorded are {recorded}.",
+            f"{name}, {case}: a step calls {calls.totals['ext']} functions of this package; recorded are {recorded}.",
             *(f"  {change:+d} {function}" for function, change in sorted(changes.items()) if change),
             f"Remove the calls; or run `{COMMAND}`, and give the reason for a larger number in the commit message.",
         ]
@@ -165,7 +165,7 @@ def write(calls: dict[tuple[str, str], Calls]) -> None:
     functions: dict[str, dict[str, list[int]] | str] = {}
     for name in dict.fromkeys(name for name, _ in calls):
         of_cases = [calls[name, case] for case in CASES]
-        numbers[name] = {case: measured.totals["ours"] for case, measured in zip(CASES, of_cases, strict=True)}
+        numbers[name] = {case: measured.totals["ext"] for case, measured in zip(CASES, of_cases, strict=True)}
         called = sorted({function for measured in of_cases for function in measured.functions})
         counts = {function: [measured.functions.get(function, 0) for measured in of_cases] for function in called}
         functions[name] = next((other for other, other_counts in functions.items() if other_counts == counts), counts)

@@ -33,7 +33,7 @@ def _directory_of(package: ModuleType) -> str:
 
 #: Owner of code → directory of the code. The code of this package of tests is not counted.
 _DIRECTORIES = {
-    "ours": _directory_of(lightning_strategies_ext),
+    "ext": _directory_of(lightning_strategies_ext),
     "Lightning": _directory_of(lightning),
     "torch": _directory_of(torch),
 }
@@ -59,7 +59,7 @@ class Window:
                 continue
             owner = _owner_of(code)
             self.totals[owner] += num_calls
-            if owner == "ours":
+            if owner == "ext":
                 self.functions[_name_of(code)] += num_calls
 
 
@@ -140,5 +140,5 @@ def _owner_of(code: CodeType) -> str:
 
 
 def _name_of(code: CodeType) -> str:
-    module = Path(code.co_filename).relative_to(_DIRECTORIES["ours"]).with_suffix("")
+    module = Path(code.co_filename).relative_to(_DIRECTORIES["ext"]).with_suffix("")
     return f"{'.'.join(module.parts)}:{getattr(code, 'co_qualname', code.co_name)}"  # Python 3.10 has no co_qualname

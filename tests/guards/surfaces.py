@@ -198,7 +198,9 @@ def _described(path: str) -> Iterator[str]:
     names = [name for name in dir(found) if not name.startswith("_")]
     owner_of = {name: next(base for base in found.__mro__ if name in vars(base)) for name in names if _has(found, name)}
     # A private base, such as a mixin, is a part of the class.
-    parts = [base for base in found.__mro__ if _is_ours(base) and (base is found or base not in _public_classes())]
+    parts = [
+        base for base in found.__mro__ if _is_of_package(base) and (base is found or base not in _public_classes())
+    ]
     for name, owner in owner_of.items():
         if owner in parts:
             yield from _member(name, vars(owner)[name])
@@ -258,7 +260,7 @@ def _path_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _is_ours(kind: type) -> bool:
+def _is_of_package(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == _PACKAGE
 
 

@@ -4,14 +4,11 @@ The tests do not build Horovod: ``make test`` runs the command before the tests,
 that need a build use a source of one file instead of Horovod's source.
 """
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
-import tarfile
 import time
 import venv
 import warnings
@@ -33,16 +30,7 @@ from lightning_strategies_ext.horovod_build import command, installed
 from lightning_strategies_ext.horovod_build.build_key import BuildKey
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.installed import COMMAND, MARKER, horovod_problem, marker, torch_version
-from lightning_strategies_ext.horovod_build.patches import UnknownSourceError, apply_patches, patches
 from lightning_strategies_ext.horovod_build.requirements import MissingRequirement, Toolchain, find_toolchain
-from lightning_strategies_ext.horovod_build.smoke_test import SmokeTestError, SmokeTestLauncher, run_smoke_test
-from lightning_strategies_ext.horovod_build.source import (
-    BUILD_REQUIREMENTS,
-    SourceError,
-    fetch_build_packages,
-    unpack_source,
-    with_build_packages,
-)
 from lightning_strategies_ext.horovod_build.wheel import build_environment
 from tests.support import ranks
 from tests.support.ranks import REPOSITORY, run_script, start_script
@@ -278,39 +266,7 @@ def test_problems_of_the_installed_horovod_are_reported_without_an_import(
     assert f"not installed. Build it for this PyTorch with: {COMMAND}" in (horovod_problem() or "")
 
 
-# --- what the build fetches, and the user's packages ---
-
-
-def test_each_package_of_the_build_is_pinned_by_version_and_hash():
-    names = [re.fullmatch(r"([a-z]+)==[\d.]+ --hash=sha256:[0-9a-f]{64}", line)[1] for line in BUILD_REQUIREMENTS]
-    assert names == ["setuptools", "packaging"]
-
-
-@pytest.mark.processes
-def test_a_package_for_the_build_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for requirement in BUILD_REQUIREMENTS:
-        make_wheel(tmp_path / "index", *requirement.partition(" ")[0].split("=="), "raise SystemExit('planted')")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    (tmp_path / "build").mkdir()
-    with pytest.raises(SourceError, match=r"(?s)DO NOT MATCH THE HASHES.*Expected sha256.*Got"):
-        fetch_build_packages(tmp_path / "build")
-    assert not list(tmp_path.glob("build/*/*.py"))
-
-
-@pytest.mark.processes
-def test_the_build_imports_its_own_packages_first_and_then_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wheel = make_wheel(tmp_path / "index", "psutil", "1.0", "is_isolated = True")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    (tmp_path / "constraints.txt").write_text("psutil>=6")  # in the user's environment
-    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
-    fetch_build_packages(tmp_path, [f"psutil==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"])
-    found, _ = find_toolchain(with_mpi=False, with_nccl=False)
-    code = "import importlib.util as i, psutil; print(psutil.is_isolated, i.find_spec('torch') is not None)"
-    environment = build_environment(found, tmp_path)
-    assert run_script("-c", code, env=environment).stdout.strip() == "True True"
-    assert with_build_packages({}, tmp_path)["PYTHONPATH"] == environment["PYTHONPATH"].partition(os.pathsep)[0]
+# --- the user's packages, the cache, and failed builds ---
 
 
 @pytest.mark.processes
@@ -417,45 +373,6 @@ def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Pat
     log = Path(result.stdout.split("The whole log is in ")[1].split(".log")[0] + ".log")
     assert "line 10\n" in log.read_text()
     assert not [name for name in files_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
-
-
-def test_applying_the_patches_to_an_unknown_source_is_refused(tmp_path: Path):
-    for fix in patches(17):
-        file = tmp_path / fix.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
-    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_patches(tmp_path, 17)] == [True] * 20
-    with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*occurs 0 times in CMakeLists.txt.*C\+\+20"):
-        apply_patches(tmp_path, 20)
-    with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):
-        apply_patches(tmp_path / "elsewhere", 17)
-
-
-def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
-    archive = tmp_path / "horovod-0.28.1.tar.gz"
-    with tarfile.open(archive, "w:gz") as content:
-        content.add(__file__, arcname="../outside.py")
-    with pytest.raises(SourceError, match="is not the released source: its SHA-256 is"):
-        unpack_source(archive, tmp_path / "source")
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    with pytest.raises(SourceError, match=r"'\.\./outside\.py', which is not a file below"):
-        unpack_source(archive, tmp_path / "source", digest)
-    assert not (tmp_path / "outside.py").exists()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("launcher", "expected_text"),
-    [
-        ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "exited with exit code 3.*no route"),
-        ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "exited with exit code 0"),
-        ([sys.executable, "-c", "import time; print('hung', flush=True); time.sleep(60)"], "took more than 1 s.*hung"),
-        (["/no/such/launcher"], "could not be started"),
-    ],
-)
-def test_a_failed_smoke_test_reports_its_error(launcher: list[str], expected_text: str):
-    with pytest.raises(SmokeTestError, match=f"(?s){expected_text}"):
-        run_smoke_test(SmokeTestLauncher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 
 
 @pytest.mark.processes

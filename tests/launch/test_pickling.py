@@ -222,11 +222,11 @@ def test_a_temporary_file_is_used_if_memory_is_full(monkeypatch, tmp_path):
 
 def received_with_buffers(obj: Any) -> tuple[ReceivedMessage, Any]:
     """Returns an object as a worker receives it over a channel, with its message."""
-    ours, theirs = map(Channel, socket.socketpair())
+    sender, receiver = map(Channel, socket.socketpair())
     prepared = PreparedMessage(dump(obj))
-    prepared.send(ours)
-    message = theirs.receive_message(private=True)
-    for end in (prepared, ours, theirs):
+    prepared.send(sender)
+    message = receiver.receive_message(private=True)
+    for end in (prepared, sender, receiver):
         end.close()
     return message, message.open()
 
@@ -240,12 +240,12 @@ def test_a_tensor_of_a_part_of_an_uneven_storage_is_compared() -> None:
 
 
 def test_a_message_that_announces_too_much_is_refused() -> None:
-    ours, theirs = map(Channel, socket.socketpair())
-    ours.socket.sendall(b"\0\xff\xff\xff\xff")
+    sender, receiver = map(Channel, socket.socketpair())
+    sender.socket.sendall(b"\0\xff\xff\xff\xff")
     with pytest.raises(FrameTooLongError, match="longer than the maximum"):
-        theirs.receive()
-    ours.close()
-    theirs.close()
+        receiver.receive()
+    sender.close()
+    receiver.close()
 
 
 def test_a_message_larger_than_the_free_memory_is_sent_through_a_file(monkeypatch, caplog) -> None:

@@ -98,9 +98,9 @@ def test_the_cases_are_all_messages() -> None:
 
 @pytest.mark.parametrize("message", [*TO_WORKER, *TO_MAIN], ids=lambda message: type(message).__name__)
 def test_a_message_passes_through_a_channel(message: Any) -> None:
-    ours, theirs = map(Channel, socket.socketpair())
-    ours.send(message)
-    received = theirs.receive()
+    sender, receiver = map(Channel, socket.socketpair())
+    sender.send(message)
+    received = receiver.receive()
     assert type(received) is type(message)
     if not isinstance(message, (StageDiff, PredictionChunk)):
         assert repr(received) == repr(message)
@@ -109,8 +109,8 @@ def test_a_message_passes_through_a_channel(message: Any) -> None:
         assert (received.attributes[1], received.modes) == ((3, "other", None), {"net": True})
     else:
         assert torch.equal(received.outputs[0].load(), torch.ones(2))
-    ours.close()
-    theirs.close()
+    sender.close()
+    receiver.close()
 
 
 def test_messages_pass_through_a_link(capsys: pytest.CaptureFixture[str]) -> None:

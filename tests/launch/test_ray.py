@@ -146,10 +146,10 @@ def test_a_connection_without_the_secret_or_with_an_unknown_number_is_closed(num
 
 
 def test_the_secret_itself_is_no_proof():
-    with link_server(1) as (server, links), socket.create_connection(server.address) as stranger:
-        stranger.recv(32, socket.MSG_WAITALL)
-        stranger.sendall(server.secret + NUMBER.pack(1))
-        assert stranger.recv(1) == b""
+    with link_server(1) as (server, links), socket.create_connection(server.address) as client:
+        client.recv(32, socket.MSG_WAITALL)
+        client.sendall(server.secret + NUMBER.pack(1))
+        assert client.recv(1) == b""
         assert links[1].connection is None
 
 

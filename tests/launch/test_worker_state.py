@@ -109,10 +109,10 @@ def test_processes_pass_through_the_states(start_method: Any) -> None:
 
 @pytest.mark.processes
 def test_a_worker_that_has_closed_its_channel_and_does_not_exit_counts_as_exited() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.close()
+    local, remote = socket.socketpair()
+    remote.close()
     with subprocess.Popen(["sleep", "60"]) as process:
-        worker = WorkerProcess(0, Channel(ours), process.pid, process.poll)
+        worker = WorkerProcess(0, Channel(local), process.pid, process.poll)
         try:
             assert isinstance(worker.wait_for_message(30), WorkerDiedError)
         finally:

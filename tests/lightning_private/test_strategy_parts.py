@@ -81,7 +81,7 @@ def stages_on_one_device() -> list[str]:
         return len(called) == 1
 
     for _ in range(2):
-        strategy_parts.surround_stages_on_one_device(begin, lambda: called.append("end"))
+        strategy_parts.wrap_stages_on_one_device(begin, lambda: called.append("end"))
     model, trainer = MLP(), single_process_trainer()
     model.setup = lambda stage: called.append("setup")
     model.teardown = lambda stage: called.append("teardown")
@@ -91,7 +91,7 @@ def stages_on_one_device() -> list[str]:
 
 
 @pytest.mark.processes
-def test_functions_surround_stages_on_one_device_and_the_first_can_omit_the_second() -> None:
+def test_functions_wrap_stages_on_one_device_and_the_first_can_omit_the_second() -> None:
     assert in_own_process(stages_on_one_device) == [
         "begin",
         "setup",

@@ -279,12 +279,12 @@ class ThreeSteps:
         return ThreeItems([*items, items[-1]])
 
     @contextmanager
-    def around_step(self) -> Any:
+    def wrap_step(self) -> Any:
         self.called.append("step")
         yield
 
     @contextmanager
-    def around_evaluation(self) -> Any:
+    def wrap_evaluation(self) -> Any:
         self.called.append("begin")
         yield
         self.called.append("end")

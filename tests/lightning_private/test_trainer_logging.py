@@ -81,7 +81,7 @@ class RecordsExchanges:
         for metric in metrics:
             metric.compute()
 
-    def reduce_evaluation(self, results: Any, take_over: Any) -> None:
+    def reduce_evaluation(self, results: Any, update_epoch_metrics: Any) -> None:
         results.reduce_epoch(is_final=True)
 
     def find_location(self) -> str:
@@ -151,7 +151,7 @@ def test_a_synchronized_key_is_kept_after_a_reset() -> None:
     results = trainer.fit_loop.epoch_loop._results
     for metric in results.values():
         metric.reset()
-        logging_state.keep_key(metric)
+        logging_state.retain_key(metric)
     assert [metric.label for _, metric in results.valid_items()] == ["both", "late"]
 
 

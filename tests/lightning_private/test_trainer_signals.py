@@ -53,19 +53,19 @@ def messages_of_sigterm(is_intercepted: bool) -> list[str]:
     return [message for message in messages if "SIGTERM" in message]
 
 
-def messages_of_lightning() -> list[str]:
+def messages_of_stock() -> list[str]:
     return messages_of_sigterm(is_intercepted=False)
 
 
-def messages_of_this_package() -> list[str]:
+def messages_of_ext() -> list[str]:
     return messages_of_sigterm(is_intercepted=True)
 
 
 @pytest.mark.processes
 def test_the_message_about_the_signal_is_lightnings() -> None:
-    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_this_package)
-    assert ours == theirs
-    assert len(ours) == 1
+    stock, ext = in_own_process(messages_of_stock), in_own_process(messages_of_ext)
+    assert ext == stock
+    assert len(ext) == 1
 
 
 def receive_sigterm_after_release() -> tuple[int, bool]:

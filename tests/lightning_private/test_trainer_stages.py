@@ -177,8 +177,8 @@ def test_fit_restarted_from_a_checkpoint_in_memory_continues_before_the_failed_s
     again, epochs = fit_with_one_restart(halves, 0)  # because these loaders start from the first batch
     assert halves.steps == whole.steps == list(range(16))
     assert epochs == [0, 0, 1]
-    ours, theirs = state_of(halves), state_of(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found, expected = state_of(halves), state_of(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert again.global_step == trainer.global_step == 16
 
 

@@ -13,7 +13,7 @@ from tests.overrides.sources import Release, body_of, hash_of, installed
 def methods() -> set[str]:
     """Returns all methods of Lightning that have an account."""
     chains = [chain for by_target in find().overrides.values() for chain in by_target.values()]
-    return {each for chain in [*chains, *REPLACED.values()] for each in chain} | {e.theirs for e in accounts.read()}
+    return {each for chain in [*chains, *REPLACED.values()] for each in chain} | {e.overridden for e in accounts.read()}
 
 
 def write(releases: list[Release]) -> None:
@@ -37,39 +37,39 @@ def write(releases: list[Release]) -> None:
 
 def skeleton(releases: list[Release]) -> None:
     """Prints entries for overrides without an entry, with the code of all given releases."""
-    known = {(entry.override, entry.theirs) for entry in accounts.read()}
+    known = {(entry.override, entry.overridden) for entry in accounts.read()}
     pairs = {
-        (override, theirs)
+        (override, overridden)
         for override, by_target in find().overrides.items()
         for chain in by_target.values()
         for release in releases
-        for theirs in targets_in(chain, find().sources[override], release)
-    } | {(override, theirs) for override, targets in REPLACED.items() for theirs in targets}
-    for override, theirs in sorted(pairs - known):
-        sources = {release.version: release.source_of(theirs) for release in releases}
+        for overridden in targets_in(chain, find().sources[override], release)
+    } | {(override, overridden) for override, targets in REPLACED.items() for overridden in targets}
+    for override, overridden in sorted(pairs - known):
+        sources = {release.version: release.source_of(overridden) for release in releases}
         code = {version: body_of(source) for version, source in sources.items() if source is not None}
         lines = accounts.merged(code)
         word = "replaces" if override in REPLACED else "overrides"
         name = override.rpartition(".")[2]
         if all(line in ("...", "pass") for line in lines):
-            print(f"- `{override}` {word} `{theirs}`: abstract.\n")
+            print(f"- `{override}` {word} `{overridden}`: abstract.\n")
         elif f"super().{name}" in find().sources.get(override, ""):
-            print(f"- `{override}` {word} `{theirs}`: super; TODO\n")
+            print(f"- `{override}` {word} `{overridden}`: super; TODO\n")
         else:
-            print(f"## `{override}` {word} `{theirs}`\n")
+            print(f"## `{override}` {word} `{overridden}`\n")
             print("".join(f"    {line}\n" for line in lines) + "\nTODO\n")
 
 
 def check(releases: list[Release]) -> int:
     """Prints the problems of the account for the given releases; returns their number."""
     entries = accounts.read()
-    pairs = {(entry.override, entry.theirs) for entry in entries}
+    pairs = {(entry.override, entry.overridden) for entry in entries}
     found = []
     for release in releases:
         if not all(map(release.has_package, ("lightning.pytorch", "lightning.fabric"))):
             raise SystemExit("--check needs wheels of `lightning`, which contain both packages.")
         found += [f"{release.version}: no entry for {pair}" for pair in sorted(expected_pairs(release) - pairs)]
-        problems = {f"{entry.override}, {entry.theirs}": problem_of(entry, entries, release) for entry in entries}
+        problems = {f"{entry.override}, {entry.overridden}": problem_of(entry, entries, release) for entry in entries}
         found += [f"{release.version}: {name}: {problem}" for name, problem in problems.items() if problem]
     print("\n".join(found) or f"{len(entries)} entries, {len(releases)} releases: the account is complete")
     return len(found)

@@ -32,7 +32,7 @@ class Entry:
 
     Attributes:
         override: Qualified name of this package's method.
-        theirs: Qualified name of Lightning's method.
+        overridden: Qualified name of Lightning's method.
         kind: "abstract", "super", "as" or "lines".
         reference: For "as", the method of this package whose entry applies.
         code: For "lines", Lightning's code as quoted.
@@ -40,7 +40,7 @@ class Entry:
     """
 
     override: str
-    theirs: str
+    overridden: str
     kind: str
     reference: str | None = None
     code: list[str] = field(default_factory=list)

@@ -17,14 +17,14 @@ def expected_pairs(release: Release) -> set[tuple[str, str]]:
     pairs = set()
     for override, by_target in found.overrides.items():
         for chain in by_target.values():
-            pairs |= {(override, theirs) for theirs in targets_in(chain, found.sources[override], release)}
-    replaced = {(override, theirs) for override, targets in REPLACED.items() for theirs in targets}
+            pairs |= {(override, overridden) for overridden in targets_in(chain, found.sources[override], release)}
+    replaced = {(override, overridden) for override, targets in REPLACED.items() for overridden in targets}
     return pairs | {pair for pair in replaced if release.source_of(pair[1]) is not None}
 
 
 def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str | None:
     """Returns the problem of an entry for a release, or None."""
-    source = release.source_of(entry.theirs)
+    source = release.source_of(entry.overridden)
     lines = [] if source is None else body_of(source)
     if entry.kind == "abstract" and any(line not in _NOTHING for line in lines):
         return f"it is not abstract: {lines}"
@@ -35,7 +35,9 @@ def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str 
         if own_source is not None and not re.search(rf"super\(\)\.{entry.override.rpartition('.')[2]}\b", own_source):
             return "it does not call `super()`"
     if entry.kind == "as":
-        others = [each.kind for each in entries if (each.override, each.theirs) == (entry.reference, entry.theirs)]
+        others = [
+            each.kind for each in entries if (each.override, each.overridden) == (entry.reference, entry.overridden)
+        ]
         if others != ["lines"]:
             return f"`{entry.reference}` has no entry with lines"
     return None

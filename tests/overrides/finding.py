@@ -45,21 +45,24 @@ def find() -> Found:
     for concrete in classes:
         mro = concrete.__mro__
         for number, own_class in enumerate(mro):
-            if not _is_ours(own_class):
+            if not _is_of_package(own_class):
                 continue
             for name, value in vars(own_class).items():
                 if not _is_method(value):
                     continue
-                theirs = [
+                overridden = [
                     f"{renamed(each.__module__)}:{each.__qualname__}.{name}"
                     for each in mro[number + 1 :]
                     if _is_lightning(each) and _is_method(vars(each).get(name))
                 ]
-                if theirs:
+                if overridden:
                     key = f"{_short(own_class)}.{name}"
                     found.sources[key] = _source_of(value)
                     found.overrides.setdefault(key, {}).update(
-                        {each: theirs[theirs.index(each) :] for each in targets_in(theirs, found.sources[key])}
+                        {
+                            each: overridden[overridden.index(each) :]
+                            for each in targets_in(overridden, found.sources[key])
+                        }
                     )
     return found
 
@@ -77,9 +80,9 @@ def targets_in(chain: list[str], own_source: str, release: Release | None = None
     release = release or installed()
     existing = [(each, source) for each in chain if (source := release.source_of(each)) is not None]
     targets = []
-    for theirs, source in existing:
-        targets.append(theirs)
-        call = f"super().{theirs.rpartition('.')[2]}"
+    for overridden, source in existing:
+        targets.append(overridden)
+        call = f"super().{overridden.rpartition('.')[2]}"
         if call in own_source or call not in source:
             break
     return targets
@@ -103,7 +106,7 @@ def _classes_of(module: ModuleType) -> list[type]:
     return [each for each in own if any(map(_is_lightning, each.__mro__))]
 
 
-def _is_ours(kind: type) -> bool:
+def _is_of_package(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == _PACKAGE
 
 

@@ -36,7 +36,7 @@ SET_ON_OBJECTS = {
     ],
     "_lightning.trainer_stages.wrap_before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],
-    "_lightning.strategy_parts.surround_stages_on_one_device": [
+    "_lightning.strategy_parts.wrap_stages_on_one_device": [
         "lightning.pytorch.strategies.strategy:Strategy.setup_environment",
         "lightning.pytorch.strategies.strategy:Strategy.teardown",
     ],

@@ -28,7 +28,7 @@ def is_checked(override: str) -> bool:
 
 
 def test_each_override_has_one_entry():
-    pairs = [(entry.override, entry.theirs) for entry in ENTRIES]
+    pairs = [(entry.override, entry.overridden) for entry in ENTRIES]
     assert sorted(pairs) == sorted(set(pairs)), "an override has several entries"
     missing = expected_pairs(installed()) - set(pairs)
     assert not missing, f"without an entry, see `python -m tests.overrides --skeleton`: {sorted(missing)}"
@@ -37,22 +37,23 @@ def test_each_override_has_one_entry():
 def test_no_entry_is_left_over():
     needed = expected_pairs(installed())
     by_method = {
-        entry.override: {theirs for override, theirs in needed if override == entry.override} for entry in ENTRIES
+        entry.override: {overridden for override, overridden in needed if override == entry.override}
+        for entry in ENTRIES
     }
     for entry in ENTRIES:
-        assert set(HASHES[entry.theirs].values()) != {"-"}, f"no release of Lightning has {entry.theirs}"
-        if (entry.override, entry.theirs) in needed or not is_checked(entry.override):
+        assert set(HASHES[entry.overridden].values()) != {"-"}, f"no release of Lightning has {entry.overridden}"
+        if (entry.override, entry.overridden) in needed or not is_checked(entry.override):
             continue
         # The entry is for another release, whose base classes define different methods.
-        methods = {entry.theirs} | by_method[entry.override]
+        methods = {entry.overridden} | by_method[entry.override]
         differ = any(len({code == "-" for code in HASHES[method].values()}) > 1 for method in methods)
         assert by_method[entry.override], f"{entry.override} overrides nothing"
-        assert differ, f"{entry.override} does not override {entry.theirs}"
+        assert differ, f"{entry.override} does not override {entry.overridden}"
 
 
 def test_the_code_of_the_installed_release_is_known():
     release = installed()
-    methods = sorted({entry.theirs for entry in ENTRIES})
+    methods = sorted({entry.overridden for entry in ENTRIES})
     codes = {method: hash_of(release.source_of(method)) for method in methods}
     newest = VERSIONS[-1]
     if release.version not in VERSIONS:
@@ -66,7 +67,7 @@ def test_the_code_of_the_installed_release_is_known():
     assert not changed, f"not the code that Lightning {release.version} had: {changed}"
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.override}-{entry.theirs.partition(':')[2]}")
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.override}-{entry.overridden.partition(':')[2]}")
 def test_an_entry_accounts_for_each_line(entry: Entry):
     if entry.kind == "lines":
         assert all(each.startswith(_EXPECTED) for each in entry.accounts), "neither done nor not needed"
@@ -84,7 +85,8 @@ def test_each_replaced_method_is_named_where_it_is_replaced():
                 if replaced:
                     found[f"_lightning.{path.stem}.{function.name}"] = replaced
     expected = {
-        override: {theirs.rpartition(".")[2] for theirs in targets} for override, targets in SET_ON_OBJECTS.items()
+        override: {overridden.rpartition(".")[2] for overridden in targets}
+        for override, targets in SET_ON_OBJECTS.items()
     }
     assert found == expected
 

@@ -45,15 +45,15 @@ def train_with_both(
     make_model: Callable[[], pl.LightningModule], variant: str, make_kwargs: Callable[[], dict[str, Any]]
 ) -> tuple[dict, dict]:
     """Trains with both strategies on one rank; returns the weights with this package's and Lightning's strategy."""
-    theirs = fit(f"ddp{variant}", make_model, **make_kwargs())
+    stock = fit(f"ddp{variant}", make_model, **make_kwargs())
     assert torch.distributed.get_backend() == "gloo"
     leave_process_group()
-    ours = fit(f"ddp_ext{variant}", make_model, **make_kwargs())
+    ext = fit(f"ddp_ext{variant}", make_model, **make_kwargs())
     assert torch.distributed.get_backend() == "shm"
-    assert isinstance(ours[0].strategy, DDPStrategy)
-    assert ours[0].global_step == theirs[0].global_step > 0
-    assert ours[0].callback_metrics == theirs[0].callback_metrics
-    return state_of(ours[1]), state_of(theirs[1])
+    assert isinstance(ext[0].strategy, DDPStrategy)
+    assert ext[0].global_step == stock[0].global_step > 0
+    assert ext[0].callback_metrics == stock[0].callback_metrics
+    return state_of(ext[1]), state_of(stock[1])
 
 
 def assert_same_weights(
@@ -62,8 +62,8 @@ def assert_same_weights(
     variant: str = "",
 ) -> None:
     outcomes = run_ranks(train_with_both, make_model, variant, make_kwargs)
-    for ours, theirs in outcomes:
-        assert_same_bits(ours, theirs)
+    for ext, stock in outcomes:
+        assert_same_bits(ext, stock)
     if (
         make_model is not WithBatchNorm
     ):  # the ranks' running statistics differ after the last forward, as with Lightning's strategy
@@ -175,8 +175,8 @@ def compiled_with_both() -> tuple[dict, dict]:
 
 
 def test_same_bits_with_torch_compile():
-    for ours, theirs in run_ranks(compiled_with_both):
-        assert_same_bits(ours, theirs)
+    for ext, stock in run_ranks(compiled_with_both):
+        assert_same_bits(ext, stock)
 
 
 class WithZeroRedundancyOptimizer(MLP):
@@ -232,10 +232,10 @@ def fit_from(source: str) -> tuple[dict, dict, dict, dict]:
 
 @pytest.mark.parametrize("source", ["datamodule", "iterable", "iterable below limit"])
 def test_same_bits_over_data_modules_and_iterable_datasets(source):
-    for ours, theirs, our_metrics, their_metrics in run_ranks(fit_from, source):
-        assert_same_bits(ours, theirs)
-        assert our_metrics == their_metrics
-        assert our_metrics
+    for ext, stock, ext_metrics, stock_metrics in run_ranks(fit_from, source):
+        assert_same_bits(ext, stock)
+        assert ext_metrics == stock_metrics
+        assert ext_metrics
 
 
 def single_process_reference(num_epochs: int = 2) -> dict[str, torch.Tensor]:
@@ -258,6 +258,6 @@ def single_process_reference(num_epochs: int = 2) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_train_like_one_process_on_the_whole_batch():
-    ours = run_ranks(train_with_both, MLP, "", dict)[0][0]
+    ext = run_ranks(train_with_both, MLP, "", dict)[0][0]
     for name, tensor in single_process_reference().items():
-        torch.testing.assert_close(ours[name], tensor)
+        torch.testing.assert_close(ext[name], tensor)

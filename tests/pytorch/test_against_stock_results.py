@@ -86,8 +86,8 @@ def log_with_both(directory: str) -> list[dict[str, Any]]:
 
 def test_callbacks_and_metrics_decide_as_with_stock(tmp_path):
     first, second = run_ranks(log_with_both, str(tmp_path))
-    for ours, theirs in (first, second):
-        assert ours == theirs
+    for ext, stock in (first, second):
+        assert ext == stock
     assert first[0]["stopped"][1] == 1  # early stopping has stopped the training
     assert sorted(p.name for p in (tmp_path / "ddp_ext").iterdir()) == sorted(
         p.name for p in (tmp_path / "ddp").iterdir()
@@ -120,9 +120,9 @@ def find_learning_rate_with_both(directory: str) -> list[Any]:
 
 
 def test_learning_rate_finder_finds_what_it_finds_with_stock(tmp_path):
-    for ours, theirs in run_ranks(find_learning_rate_with_both, str(tmp_path)):
-        assert ours == theirs
-        assert ours[0] != Tunable().learning_rate
+    for ext, stock in run_ranks(find_learning_rate_with_both, str(tmp_path)):
+        assert ext == stock
+        assert ext[0] != Tunable().learning_rate
 
 
 def refuse_batch_size_finder() -> list[str]:
@@ -135,9 +135,9 @@ def refuse_batch_size_finder() -> list[str]:
 
 
 def test_batch_size_finder_is_refused_with_several_ranks_as_with_stock():
-    for ours, theirs in run_ranks(refuse_batch_size_finder):
-        assert "`BatchSizeFinder`" in ours
-        assert "not supported with distributed strategies" in theirs
+    for ext, stock in run_ranks(refuse_batch_size_finder):
+        assert "`BatchSizeFinder`" in ext
+        assert "not supported with distributed strategies" in stock
 
 
 class Writer(BasePredictionWriter):
@@ -172,9 +172,9 @@ def flatten(value: Any) -> list[Any]:
 
 
 def test_predictions_and_their_indices_are_those_of_stock():
-    for ours, theirs in run_ranks(predict_with_both):
-        assert flatten(ours) == flatten(theirs)
-        assert len(flatten(ours)) > 100
+    for ext, stock in run_ranks(predict_with_both):
+        assert flatten(ext) == flatten(stock)
+        assert len(flatten(ext)) > 100
 
 
 def resume_across(first: str, second: str, path: str) -> dict[str, torch.Tensor]:

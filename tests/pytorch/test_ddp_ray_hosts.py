@@ -117,10 +117,10 @@ def test_workers_of_two_hosts_train_together_and_are_monitored(tmp_path):
         pytest.skip(str(error))
     assert (tmp_path / "found").exists(), program.stdout
     found = json.loads((tmp_path / "found").read_text())
-    seen, backend, meeting = found["seen"]
+    seen, backend, main_address = found["seen"]
     assert seen == [[0, 0, 0, 2, names[0]], [1, 1, 0, 2, names[0]], [2, 0, 1, 1, names[1]]]
     assert backend == "shm"
-    assert meeting == "10.113.97.1"
+    assert main_address == "10.113.97.1"
     assert found["steps"] == 5
     assert found["in order"]
     assert found["as forked"] == []

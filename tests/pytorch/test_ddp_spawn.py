@@ -146,20 +146,20 @@ def trained(tmp_path_factory):
 @pytest.mark.processes
 def test_the_main_process_could_have_written_the_last_checkpoint(trained, tmp_path):
     trainer, _, _, directory = trained
-    theirs = torch.load(directory / "last.ckpt", weights_only=False)
-    trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    ours = torch.load(tmp_path / "ours.ckpt", weights_only=False)
-    assert ours.keys() == theirs.keys()
-    assert_same_bits(ours["state_dict"], theirs["state_dict"])
-    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
-    for index, state in theirs["optimizer_states"][0]["state"].items():
-        assert_same_bits(ours["optimizer_states"][0]["state"][index], state)
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    assert ours["global_step"] == theirs["global_step"]
+    of_worker = torch.load(directory / "last.ckpt", weights_only=False)
+    trainer.save_checkpoint(tmp_path / "main.ckpt")
+    of_main = torch.load(tmp_path / "main.ckpt", weights_only=False)
+    assert of_main.keys() == of_worker.keys()
+    assert_same_bits(of_main["state_dict"], of_worker["state_dict"])
+    assert of_main["optimizer_states"][0]["param_groups"] == of_worker["optimizer_states"][0]["param_groups"]
+    for index, state in of_worker["optimizer_states"][0]["state"].items():
+        assert_same_bits(of_main["optimizer_states"][0]["state"][index], state)
+    assert of_main["lr_schedulers"] == of_worker["lr_schedulers"]
+    assert of_main["global_step"] == of_worker["global_step"]
     assert (
-        ours["epoch"] == trainer.current_epoch == theirs["epoch"] + 1
+        of_main["epoch"] == trainer.current_epoch == of_worker["epoch"] + 1
     )  # Lightning's checkpoint is from before the end of the epoch
-    assert ours["callbacks"].keys() == theirs["callbacks"].keys()
+    assert of_main["callbacks"].keys() == of_worker["callbacks"].keys()
 
 
 @pytest.fixture(scope="module")

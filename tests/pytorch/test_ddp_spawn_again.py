@@ -97,15 +97,15 @@ SECOND_FITS = [
 )
 def test_a_second_fit_is_that_of_one_process(make_model, first, change):
     trainers = [make_trainer(strategy, **ALONE, max_epochs=1) for strategy in ("auto", "ddp_spawn_ext")]
-    theirs, ours = (fit_twice(trainer, make_model, first, change) for trainer in trainers)
-    assert_same_bits(state_of(ours), state_of(theirs))
-    (their_optimizer,), (our_optimizer,) = trainers[0].optimizers, trainers[1].optimizers
-    assert our_optimizer.state_dict()["param_groups"] == their_optimizer.state_dict()["param_groups"]
+    stock, ext = (fit_twice(trainer, make_model, first, change) for trainer in trainers)
+    assert_same_bits(state_of(ext), state_of(stock))
+    (stock_optimizer,), (ext_optimizer,) = trainers[0].optimizers, trainers[1].optimizers
+    assert ext_optimizer.state_dict()["param_groups"] == stock_optimizer.state_dict()["param_groups"]
     if make_model is KeepsOptimizer:
-        assert our_optimizer is ours.optimizer
-        assert trainers[1].lr_scheduler_configs[0].scheduler is ours.scheduler
-        assert ours.scheduler.state_dict() == theirs.scheduler.state_dict()
-        assert our_optimizer.state[next(ours.parameters())]["step"] == 48
+        assert ext_optimizer is ext.optimizer
+        assert trainers[1].lr_scheduler_configs[0].scheduler is ext.scheduler
+        assert ext.scheduler.state_dict() == stock.scheduler.state_dict()
+        assert ext_optimizer.state[next(ext.parameters())]["step"] == 48
 
 
 def test_a_second_one_cycle_schedule_has_its_own_steps():

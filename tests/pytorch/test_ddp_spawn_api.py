@@ -55,11 +55,11 @@ class Queues(DDPSpawnStrategy):
 
     def get_from_queue(self, trainer, queue):
         super().get_from_queue(trainer, queue)
-        self.got = queue.get()
+        self.received = queue.get()
         assert queue.empty()
 
     def post_dispatch(self, trainer):
-        self.stages = [*getattr(self, "stages", ()), (os.getpid(), trainer.state.fn.value, self.got["pid"])]
+        self.stages = [*getattr(self, "stages", ()), (os.getpid(), trainer.state.fn.value, self.received["pid"])]
 
 
 @pytest.mark.processes
@@ -68,7 +68,7 @@ def test_a_strategy_can_return_additional_results():
     trainer = spawn_trainer(strategy, max_epochs=1)
     model = MLP()
     trainer.fit(model, loader())
-    assert torch.equal(strategy.got["weights"], model.net[0].weight)
+    assert torch.equal(strategy.received["weights"], model.net[0].weight)
     trainer.test(model, loader(), verbose=False)
     worker = strategy.launcher.pids[0]
     assert strategy.stages == [(os.getpid(), "fit", worker), (os.getpid(), "test", worker)]
@@ -79,7 +79,7 @@ class QueuesByModule(MLP):
         queue.put(torch.arange(3))
 
     def get_from_queue(self, queue):
-        self.got = queue.get()
+        self.received = queue.get()
 
 
 class QueuesByModuleWithTrainer(MLP):
@@ -87,7 +87,7 @@ class QueuesByModuleWithTrainer(MLP):
         queue.put(trainer.global_step)
 
     def get_from_queue(self, trainer, queue):
-        self.got = torch.tensor([queue.get()] * 3) // 8 * trainer.global_step
+        self.received = torch.tensor([queue.get()] * 3) // 8 * trainer.global_step
 
 
 @pytest.mark.processes
@@ -95,7 +95,7 @@ def test_a_module_can_return_additional_results():
     for make_model, expected in ((QueuesByModule, [0, 1, 2]), (QueuesByModuleWithTrainer, [8, 8, 8])):
         model = make_model()
         spawn_trainer(max_epochs=1).fit(model, loader())
-        assert model.got.tolist() == expected
+        assert model.received.tolist() == expected
 
 
 class Calls(DDPSpawnStrategy):

@@ -66,34 +66,34 @@ class StopsInTheMiddle(pl.Callback):
             trainer.should_stop = True
 
 
-def assert_same(ours: Any, theirs: Any, path: str = "checkpoint") -> None:
+def assert_same(of_main: Any, of_worker: Any, path: str = "checkpoint") -> None:
     """Fails at the first key whose values differ."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys(), path
-        for key, value in theirs.items():
-            assert_same(ours[key], value, f"{path}.{key}")
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), path
-        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(our, their, f"{path}[{index}]")
-    elif isinstance(theirs, torch.Tensor):
-        assert torch.equal(ours, theirs), path
+    if isinstance(of_worker, dict):
+        assert of_main.keys() == of_worker.keys(), path
+        for key, value in of_worker.items():
+            assert_same(of_main[key], value, f"{path}.{key}")
+    elif isinstance(of_worker, (list, tuple)):
+        assert len(of_main) == len(of_worker), path
+        for index, (item, expected_item) in enumerate(zip(of_main, of_worker, strict=True)):
+            assert_same(item, expected_item, f"{path}[{index}]")
+    elif isinstance(of_worker, torch.Tensor):
+        assert torch.equal(of_main, of_worker), path
     else:
-        assert ours == theirs, path
+        assert of_main == of_worker, path
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_the_main_process_saves_what_the_worker_would(start_method, tmp_path):
     model, data = seeded(HasEverything), HasState()
-    callbacks = [SavesInTheEnd(tmp_path / "theirs.ckpt"), StopsInTheMiddle()]
+    callbacks = [SavesInTheEnd(tmp_path / "worker.ckpt"), StopsInTheMiddle()]
     trainer = spawn_trainer(f"ddp_{start_method}_ext", max_epochs=2, callbacks=callbacks)
     trainer.fit(model, datamodule=data)
-    trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
-    assert ours["steps_seen"] == ours["HasState"]["batches_seen"] == 11
-    assert ours["state_dict"]["metrics.mean.weight"] == 11
-    assert ours["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": 3}]
-    assert_same(ours, theirs)
+    trainer.save_checkpoint(tmp_path / "main.ckpt")
+    of_main, of_worker = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("main", "worker"))
+    assert of_main["steps_seen"] == of_main["HasState"]["batches_seen"] == 11
+    assert of_main["state_dict"]["metrics.mean.weight"] == 11
+    assert of_main["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": 3}]
+    assert_same(of_main, of_worker)
 
 
 def test_a_run_that_continues_from_the_main_process_checkpoint_repeats_no_sample(tmp_path):
@@ -188,19 +188,19 @@ class RequestsStop(pl.Callback):
 
 def test_a_checkpoint_that_is_saved_after_a_sigterm_is_complete(tmp_path):
     model, data = seeded(HasEverything), HasState()
-    strategy = SavesWhenStopped(tmp_path / "theirs.ckpt")
+    strategy = SavesWhenStopped(tmp_path / "worker.ckpt")
     trainer = spawn_trainer(strategy, max_epochs=20, callbacks=[RequestsStop()])
     with pytest.raises(SIGTERMException):
         trainer.fit(model, datamodule=data)
     assert 5 <= trainer.global_step < 100
-    trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
-    assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
-    assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
+    trainer.save_checkpoint(tmp_path / "main.ckpt")
+    of_main, of_worker = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("main", "worker"))
+    assert of_main["global_step"] == of_main["steps_seen"] == of_main["HasState"]["batches_seen"] == trainer.global_step
+    assert of_main["state_dict"]["metrics.mean.weight"] == trainer.global_step
     # Before the first step of an epoch, the loader has the position of the end of the previous epoch.
     position = trainer.fit_loop.epoch_loop.batch_progress.current.ready or trainer.num_training_batches
-    assert ours["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": position}]
-    assert_same(ours, theirs)
+    assert of_main["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": position}]
+    assert_same(of_main, of_worker)
 
 
 def test_best_weights_of_a_checkpoint_are_those_of_one_process(tmp_path):
@@ -210,5 +210,5 @@ def test_best_weights_of_a_checkpoint_are_those_of_one_process(tmp_path):
         trainer = make_trainer(strategy, **ALONE, callbacks=[checkpoint], enable_checkpointing=True)
         trainer.fit(seeded(Configurable), loader(), loader())
         paths.append(checkpoint.best_model_path)
-    theirs, ours = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
-    assert_same_bits(ours, theirs)
+    of_worker, of_main = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
+    assert_same_bits(of_main, of_worker)

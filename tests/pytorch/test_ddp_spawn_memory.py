@@ -95,5 +95,5 @@ def test_without_shared_memory_results_use_a_file_and_this_is_logged_once(monkey
     other = spawn_trainer(max_epochs=1)
     other.fit(expected, loader())
     assert_same_bits(state_of(model), state_of(expected))
-    for ours, theirs in zip(predictions, other.predict(expected, loader(13)), strict=True):
-        assert torch.equal(ours, theirs)
+    for ext, single in zip(predictions, other.predict(expected, loader(13)), strict=True):
+        assert torch.equal(ext, single)

@@ -40,10 +40,10 @@ def test_weights_that_a_stage_loads_from_a_checkpoint_are_returned(tmp_path):
 @pytest.mark.parametrize("num_samples", [5, 12, 13])
 def test_predictions_of_all_ranks_are_those_of_one_process(devices, num_samples):
     model = seeded()
-    ours = spawn_trainer(devices=devices).predict(model, loader(num_samples))
-    theirs = make_trainer("auto", devices=1).predict(model, loader(num_samples))
-    assert [batch.shape for batch in ours] == [batch.shape for batch in theirs]
-    for batch, expected in zip(ours, theirs, strict=True):
+    ext = spawn_trainer(devices=devices).predict(model, loader(num_samples))
+    single = make_trainer("auto", devices=1).predict(model, loader(num_samples))
+    assert [batch.shape for batch in ext] == [batch.shape for batch in single]
+    for batch, expected in zip(ext, single, strict=True):
         torch.testing.assert_close(batch, expected)
 
 

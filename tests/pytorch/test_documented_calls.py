@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_strategies_ext as ours
+import lightning_strategies_ext as ext
 from lightning_strategies_ext import fabric
 
 PAGES: dict[str, tuple[type, dict[str, str], list[str]]] = {
     "ParallelStrategy": (
-        ours.ParallelStrategy,
+        ext.ParallelStrategy,
         {
             "__init__": "accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None,"
             " precision_plugin=None",
@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[type, dict[str, str], list[str]]] = {
         ["is_global_zero", "root_device"],
     ),
     "DDPStrategy": (
-        ours.DDPStrategy,
+        ext.DDPStrategy,
         {
             "__init__": "accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None,"
             " precision_plugin=None, ddp_comm_state=None, ddp_comm_hook=None, ddp_comm_wrapper=None,"
@@ -48,7 +48,7 @@ PAGES: dict[str, tuple[type, dict[str, str], list[str]]] = {
         ["is_distributed", "root_device"],
     ),
     "HorovodStrategy": (
-        ours.HorovodStrategy,
+        ext.HorovodStrategy,
         {
             "__init__": "accelerator=None, parallel_devices=None, checkpoint_io=None, precision_plugin=None",
             "all_gather": "result, group=None, sync_grads=False",
@@ -63,7 +63,7 @@ PAGES: dict[str, tuple[type, dict[str, str], list[str]]] = {
         ["handles_gradient_accumulation", "root_device"],
     ),
     "DDPSpawnPlugin": (
-        ours.DDPSpawnPlugin,
+        ext.DDPSpawnPlugin,
         {
             "__init__": "parallel_devices=None, num_nodes=None, cluster_environment=None, checkpoint_io=None,"
             " sync_batchnorm=None, ddp_comm_state=None, ddp_comm_hook=None, ddp_comm_wrapper=None, **kwargs",
@@ -128,9 +128,9 @@ def test_a_documented_call_is_accepted_and_means_the_same(strategy: type, name: 
     documented, accepted = inspect.signature(namespace["documented"]), inspect.signature(getattr(strategy, name))
     parameters = {key: p for key, p in documented.parameters.items() if p.kind == p.POSITIONAL_OR_KEYWORD}
     for args, kwargs in calls_of(documented.replace(parameters=list(documented.parameters.values())[1:])):
-        ours, theirs = accepted.bind(None, *args, **kwargs), documented.bind(None, *args, **kwargs)
-        assert {key: ours.arguments.get(key) for key in parameters} == {
-            key: theirs.arguments.get(key) for key in parameters
+        bound, expected = accepted.bind(None, *args, **kwargs), documented.bind(None, *args, **kwargs)
+        assert {key: bound.arguments.get(key) for key in parameters} == {
+            key: expected.arguments.get(key) for key in parameters
         }
     for key, parameter in parameters.items():
         assert accepted.parameters[key].default == parameter.default, key
@@ -145,10 +145,10 @@ def test_documented_properties_are_properties(strategy: type, properties: list[s
 @pytest.mark.parametrize(
     "make_strategy",
     [
-        ours.DDPStrategy,
-        ours.DDPSpawnPlugin,
-        ours.DataParallelStrategy,
-        ours.HorovodStrategy,
+        ext.DDPStrategy,
+        ext.DDPSpawnPlugin,
+        ext.DataParallelStrategy,
+        ext.HorovodStrategy,
         fabric.DDPStrategy,
         fabric.DataParallelStrategy,
         fabric.HorovodStrategy,

@@ -57,10 +57,10 @@ def train_digits(strategy, devices, **kwargs):
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_digits_train_alike(num_replicas):
     # Batch normalization must use whole batches for equal results.
-    ours, theirs = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
-    torch.testing.assert_close(ours[0], theirs[0])
-    assert_close(ours[1], theirs[1], tolerance=1e-6)
-    assert ours[0]["test_accuracy"] > 0.8
+    ext, single = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
+    torch.testing.assert_close(ext[0], single[0])
+    assert_close(ext[1], single[1], tolerance=1e-6)
+    assert ext[0]["test_accuracy"] > 0.8
 
 
 @pytest.mark.processes
@@ -128,9 +128,9 @@ def test_modules_of_many_kinds_train_alike(make_strategy, make_model):
 
 @each_mode
 def test_synchronized_batch_normalization_uses_the_whole_batch(make_strategy):
-    ours = train(make_strategy(3), WithBatchNorm, sync_batchnorm=True)[1]
-    assert_close(state_of(ours), state_of(train("auto", WithBatchNorm)[1]))
-    assert type(ours.net[1]) is nn.BatchNorm1d
+    ext = train(make_strategy(3), WithBatchNorm, sync_batchnorm=True)[1]
+    assert_close(state_of(ext), state_of(train("auto", WithBatchNorm)[1]))
+    assert type(ext.net[1]) is nn.BatchNorm1d
 
 
 @each_mode

@@ -89,12 +89,12 @@ def record_samples(model, x, y, i):
 @each_mode
 def test_attributes_have_the_values_of_one_step_on_the_whole_batch(make_strategy, update, attributes):
     make_model = with_attributes(update, **attributes)
-    ours, theirs = train(make_strategy(3), make_model)[1], train("auto", make_model)[1]
+    ext, single = train(make_strategy(3), make_model)[1], train("auto", make_model)[1]
     names = attributes.keys()
     if "collector" in names:
-        ours, theirs, names = ours.collector, theirs.collector, ["rows"]
+        ext, single, names = ext.collector, single.collector, ["rows"]
     for name in names:
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one, other = getattr(ext, name), getattr(single, name)
         assert type(one) is type(other)
         if name in ("lists", "by_name", "by_key", "pair", "rows"):
             one, other = joined(one), joined(other)
@@ -141,13 +141,13 @@ def update_in_set(model, x, y, i):
 
 def follow_hidden(model, x, y, i):
     with torch.no_grad():
-        for theirs, ours in zip(model.teacher[0].parameters(), model.net.parameters(), strict=True):
-            theirs.lerp_(ours, 0.1)
+        for average, parameter in zip(model.teacher[0].parameters(), model.net.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
 
 
 def follow_hidden_data(model, x, y, i):
-    for theirs, ours in zip(model.teacher["of"][0].parameters(), model.net.parameters(), strict=True):
-        theirs.data.lerp_(ours.data, 0.1)
+    for average, parameter in zip(model.teacher["of"][0].parameters(), model.net.parameters(), strict=True):
+        average.data.lerp_(parameter.data, 0.1)
 
 
 def normalize_with_hidden(model, x, y, i):
@@ -350,7 +350,7 @@ class HidesMetrics(MLP):
 
 @each_mode
 def test_metrics_in_dicts_lists_and_tuples_are_updated_once(make_strategy):
-    ours, theirs = train(make_strategy(3), HidesMetrics), train("auto", HidesMetrics)
-    torch.testing.assert_close(ours[1].values, theirs[1].values)
-    assert_close(ours[0].callback_metrics, theirs[0].callback_metrics)
-    assert type(ours[1].named["accuracy"]) is MulticlassAccuracy
+    ext, single = train(make_strategy(3), HidesMetrics), train("auto", HidesMetrics)
+    torch.testing.assert_close(ext[1].values, single[1].values)
+    assert_close(ext[0].callback_metrics, single[0].callback_metrics)
+    assert type(ext[1].named["accuracy"]) is MulticlassAccuracy

@@ -130,10 +130,10 @@ class RecordsDtypes(MLP):
 )
 @each_mode
 def test_mixed_precision_reaches_the_replicas(make_strategy, make_precision, dtype):
-    ours = train(make_strategy(2), RecordsDtypes, plugins=[make_precision()])
-    theirs = train("auto", RecordsDtypes, plugins=[make_precision()])
-    assert set(ours[1].seen) == {dtype}
-    assert_close(state_of(ours[1]), state_of(theirs[1]), tolerance=2e-2)
-    scalers = [trainer.precision_plugin.scaler for trainer, _ in (ours, theirs)]
+    ext = train(make_strategy(2), RecordsDtypes, plugins=[make_precision()])
+    single = train("auto", RecordsDtypes, plugins=[make_precision()])
+    assert set(ext[1].seen) == {dtype}
+    assert_close(state_of(ext[1]), state_of(single[1]), tolerance=2e-2)
+    scalers = [trainer.precision_plugin.scaler for trainer, _ in (ext, single)]
     if dtype is torch.float16:
         assert scalers[0].state_dict() == scalers[1].state_dict()

@@ -21,16 +21,16 @@ class WithTarget(MLP):
 
     @torch.no_grad()
     def follow(self, *args, **kwargs):
-        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
-            theirs.lerp_(ours, 0.1)
+        for average, parameter in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
 
     def follow_through_data(self):
-        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
-            theirs.data.copy_(0.9 * theirs.data + 0.1 * ours.data)
+        for average, parameter in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            average.data.copy_(0.9 * average.data + 0.1 * parameter.data)
 
     def follow_with_other_data(self):
-        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
-            theirs.data = 0.9 * theirs.data + 0.1 * ours.data
+        for average, parameter in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            average.data = 0.9 * average.data + 0.1 * parameter.data
 
     @torch.no_grad()
     def follow_all_at_once(self):
@@ -158,10 +158,10 @@ class KeepsAverageInBuffers(MLP):
 
 @each_mode
 def test_a_buffer_that_is_updated_in_place_keeps_the_first_replicas_update(make_strategy):
-    ours, theirs = train(make_strategy(2), KeepsAverageInBuffers)[1], train("auto", KeepsAverageInBuffers)[1]
-    torch.testing.assert_close(ours.average, theirs.average)
+    ext, single = train(make_strategy(2), KeepsAverageInBuffers)[1], train("auto", KeepsAverageInBuffers)[1]
+    torch.testing.assert_close(ext.average, single.average)
     expected = torch.zeros(NUM_FEATURES)
     for _ in range(2):
         for features, _ in loader(64, batch_size=10):
             expected.lerp_(features.tensor_split(2)[0].mean(0), 0.5)
-    torch.testing.assert_close(ours.of_batches, expected)
+    torch.testing.assert_close(ext.of_batches, expected)

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "
 
 
 def assert_logs_alike(make_strategy, make_model, **kwargs):
-    ours, model = train(make_strategy(3), make_model, **kwargs)
-    theirs, expected = train("auto", make_model, **kwargs)
+    ext, model = train(make_strategy(3), make_model, **kwargs)
+    single, expected = train("auto", make_model, **kwargs)
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-        assert_close(getattr(ours, name), getattr(theirs, name))
+        assert_close(getattr(ext, name), getattr(single, name))
     return model, expected
 
 
@@ -164,9 +164,9 @@ class WithMetrics(MLP):
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`")
 @each_mode
 def test_metrics_have_the_state_of_the_whole_batch(make_strategy):
-    ours, theirs = assert_logs_alike(make_strategy, WithMetrics)
-    assert len(ours.computed) == 18
-    torch.testing.assert_close(ours.computed, theirs.computed, rtol=1e-4, atol=1e-5)
+    ext, single = assert_logs_alike(make_strategy, WithMetrics)
+    assert len(ext.computed) == 18
+    torch.testing.assert_close(ext.computed, single.computed, rtol=1e-4, atol=1e-5)
 
 
 class LogsACollection(MLP):
@@ -220,16 +220,16 @@ def test_predictions_are_those_of_the_whole_batch_in_order(make_strategy):
         pl.seed_everything(11, verbose=False)
         return make_trainer(strategy, 1).predict(Predicts(), loader(23, batch_size=10))
 
-    ours, theirs = predictions(make_strategy(3)), predictions("auto")
-    assert len(ours) == len(theirs) == 3
-    for our_batch, batch in zip(ours, theirs, strict=True):
-        our_object, other = our_batch.pop("object"), batch.pop("object")
-        torch.testing.assert_close(our_object.scores, other.scores)
-        assert our_object.labels == other.labels
-        assert type(our_batch["nested"][1][1]) is OrderedDict
-        assert our_batch["nested"][1][1].pop("note") == batch["nested"][1][1].pop("note") == "same"
-        assert our_batch.pop("labels") == batch.pop("labels")
-        torch.testing.assert_close(our_batch, batch)
+    ext, single = predictions(make_strategy(3)), predictions("auto")
+    assert len(ext) == len(single) == 3
+    for ext_batch, batch in zip(ext, single, strict=True):
+        ext_object, other = ext_batch.pop("object"), batch.pop("object")
+        torch.testing.assert_close(ext_object.scores, other.scores)
+        assert ext_object.labels == other.labels
+        assert type(ext_batch["nested"][1][1]) is OrderedDict
+        assert ext_batch["nested"][1][1].pop("note") == batch["nested"][1][1].pop("note") == "same"
+        assert ext_batch.pop("labels") == batch.pop("labels")
+        torch.testing.assert_close(ext_batch, batch)
 
 
 class MakesClasses(MLP):
@@ -246,10 +246,10 @@ def test_a_class_that_each_replica_creates_is_one_class(make_strategy):
     model = MakesClasses()
     batches = make_trainer(make_strategy(2), 1).predict(model, loader(16, batch_size=8))
     expected = make_trainer("auto", 1).predict(model, loader(16, batch_size=8))
-    for ours, theirs in zip(batches, expected, strict=True):
-        assert type(ours) is model.output
-        torch.testing.assert_close(ours.logits, theirs.logits)
-        assert ours.index.tolist() == [*range(4)] * 2
+    for ext, single in zip(batches, expected, strict=True):
+        assert type(ext) is model.output
+        torch.testing.assert_close(ext.logits, single.logits)
+        assert ext.index.tolist() == [*range(4)] * 2
 
 
 class ReturnsMuch(MLP):
@@ -285,8 +285,8 @@ def test_callbacks_see_outputs_of_the_whole_batch(make_strategy):
         train(strategy, ReturnsMuch, callbacks=[callback])
         seen.append(callback.outputs)
     assert len(seen[0]) == 2 * (7 + 3)
-    for ours, theirs in zip(*seen, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
+    for ext, single in zip(*seen, strict=True):
+        for one, other in zip(ext, single, strict=True):
             if isinstance(one, (torch.Tensor, dict)):
                 torch.testing.assert_close(one, other)
             else:
@@ -300,8 +300,8 @@ class SkipsSteps(MLP):
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
 def test_a_step_that_all_replicas_skip_is_skipped():
-    ours, theirs = train("dp_ext", SkipsSteps, devices=3)[1], train("auto", SkipsSteps)[1]
-    assert_close(ours.state_dict(), theirs.state_dict())
+    ext, single = train("dp_ext", SkipsSteps, devices=3)[1], train("auto", SkipsSteps)[1]
+    assert_close(ext.state_dict(), single.state_dict())
 
 
 # --- attributes that steps set ---
@@ -330,9 +330,9 @@ class Collects(MLP):
 
 @each_mode
 def test_lists_get_what_replicas_append_in_order_and_equal_attributes_are_kept(make_strategy):
-    ours, theirs = train(make_strategy(3), Collects)[1], train("auto", Collects)[1]
-    torch.testing.assert_close(ours.collected, theirs.collected)
-    assert (ours.counter, ours.name_of_batch) == (theirs.counter, theirs.name_of_batch) == (14, "batch 6")
+    ext, single = train(make_strategy(3), Collects)[1], train("auto", Collects)[1]
+    torch.testing.assert_close(ext.collected, single.collected)
+    assert (ext.counter, ext.name_of_batch) == (single.counter, single.name_of_batch) == (14, "batch 6")
 
 
 class Prints(MLP):

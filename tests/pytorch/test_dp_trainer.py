@@ -65,12 +65,12 @@ def test_hooks_run_once_per_batch_and_see_the_whole_batch(make_strategy):
         callback = CountsHooks()
         train(strategy, lambda calls=callback.calls: counting_model(calls), callbacks=[callback])
         counted.append(callback)
-    ours, theirs = counted
-    assert ours.calls == theirs.calls
-    assert ours.calls["on_after_batch_transfer"] == 2 * (7 + 3)
-    for (our_loss, our_size), (loss, size) in zip(ours.outputs, theirs.outputs, strict=True):
-        torch.testing.assert_close(our_loss, loss)
-        assert our_size == size
+    ext, single = counted
+    assert ext.calls == single.calls
+    assert ext.calls["on_after_batch_transfer"] == 2 * (7 + 3)
+    for (ext_loss, ext_size), (loss, size) in zip(ext.outputs, single.outputs, strict=True):
+        torch.testing.assert_close(ext_loss, loss)
+        assert ext_size == size
 
 
 def test_checkpoints_are_those_of_a_single_device(tmp_path):
@@ -113,8 +113,8 @@ def test_a_logger_gets_the_same_rows(tmp_path):
             rows.append([line.strip().split(",") for line in file])
     assert len(rows[0]) == len(rows[1]) > 14
     assert rows[0][0] == rows[1][0]
-    for our_row, row in zip(rows[0][1:], rows[1][1:], strict=True):
-        assert [float(x or "nan") for x in our_row] == pytest.approx([float(x or "nan") for x in row], nan_ok=True)
+    for ext_row, row in zip(rows[0][1:], rows[1][1:], strict=True):
+        assert [float(x or "nan") for x in ext_row] == pytest.approx([float(x or "nan") for x in row], nan_ok=True)
 
 
 def test_the_trainer_sees_one_process_and_user_code_a_data_parallel():

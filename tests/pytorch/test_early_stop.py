@@ -63,11 +63,11 @@ def set_on_all() -> list[tuple[str, Any, Any]]:
     cases: list[tuple[str, Any, Any]] = []
     for hook in HOOKS:
         for kwargs in ({}, {"min_epochs": 3}, {"min_steps": 9}):
-            ours, theirs = (train(name, Sets(hook, (0, 1)), **kwargs) for name in ("ddp_ext", "ddp"))
-            cases.append((f"{hook}, {kwargs}", ours, theirs))
+            ext, stock = (train(name, Sets(hook, (0, 1)), **kwargs) for name in ("ddp_ext", "ddp"))
+            cases.append((f"{hook}, {kwargs}", ext, stock))
     for new in (lambda: EarlyStopping("val_loss", patience=1, min_delta=10.0), lambda: Timer("00:00:00:00")):
-        ours, theirs = (train(name, new(), Sets("nowhere", ())) for name in ("ddp_ext", "ddp"))
-        cases.append((type(new()).__name__, ours, theirs))
+        ext, stock = (train(name, new(), Sets("nowhere", ())) for name in ("ddp_ext", "ddp"))
+        cases.append((type(new()).__name__, ext, stock))
     return cases
 
 
@@ -75,9 +75,9 @@ def set_on_all() -> list[tuple[str, Any, Any]]:
 def test_set_on_all_ranks_training_stops_exactly_where_lightnings_ddp_stops() -> None:
     first, second = run_ranks(set_on_all)
     for cases in (first, second):
-        assert [(case, ours) for case, ours, _ in cases] == [(case, theirs) for case, _, theirs in cases]
+        assert [(case, ext) for case, ext, _ in cases] == [(case, stock) for case, _, stock in cases]
     assert first == second
-    assert {ours["steps"] for _, ours, _ in first} >= {0, 6, 8, 9, 12}
+    assert {ext["steps"] for _, ext, _ in first} >= {0, 6, 8, 9, 12}
 
 
 def set_on_one(strategy: str) -> dict[str, Any]:

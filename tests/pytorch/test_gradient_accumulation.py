@@ -41,9 +41,9 @@ def count_exchanges(make_kwargs: Callable[[], dict[str, Any]]) -> tuple[list[int
     """Trains on one rank; returns the exchanges per micro-batch, and the weights with both strategies."""
     count = CountExchanges()
     kwargs = make_kwargs()
-    _, ours = fit("ddp_ext", **{**kwargs, "callbacks": [count, *kwargs.get("callbacks", [])]})
-    _, theirs = fit("ddp", **make_kwargs())
-    return count.counts, state_of(ours), state_of(theirs)
+    _, ext = fit("ddp_ext", **{**kwargs, "callbacks": [count, *kwargs.get("callbacks", [])]})
+    _, stock = fit("ddp", **make_kwargs())
+    return count.counts, state_of(ext), state_of(stock)
 
 
 def no_accumulation() -> dict[str, Any]:
@@ -77,9 +77,9 @@ def limited_epoch() -> dict[str, Any]:
     ],
 )
 def test_only_the_last_micro_batch_of_a_window_exchanges(make_kwargs, expected):
-    for counts, ours, theirs in run_ranks(count_exchanges, make_kwargs):
+    for counts, ext, stock in run_ranks(count_exchanges, make_kwargs):
         assert counts == expected
-        assert_same_bits(ours, theirs)
+        assert_same_bits(ext, stock)
 
 
 def validate_inside_windows(strategy: str) -> tuple[list[int], int, dict]:
@@ -98,12 +98,12 @@ def validate_inside_windows(strategy: str) -> tuple[list[int], int, dict]:
 
 
 def test_validation_inside_a_window_does_not_end_it():
-    for (counts, validations, ours), (_, _, theirs) in zip(
+    for (counts, validations, ext), (_, _, stock) in zip(
         run_ranks(validate_inside_windows, "ddp_ext"), run_ranks(validate_inside_windows, "ddp"), strict=True
     ):
         assert counts == [0, 0, 0, 1] * 2
         assert validations == 4
-        assert_same_bits(ours, theirs)
+        assert_same_bits(ext, stock)
 
 
 class SaveAfter(pl.Callback):
@@ -125,13 +125,13 @@ def resume_inside_a_window(strategy: str, path: str) -> tuple[list[int], dict]:
 
 
 def test_resuming_inside_a_window_ends_it_where_it_would_have_ended(tmp_path):
-    ours = run_ranks(resume_inside_a_window, "ddp_ext", str(tmp_path / "ours.ckpt"))
-    theirs = run_ranks(resume_inside_a_window, "ddp", str(tmp_path / "theirs.ckpt"))
-    for (counts, our_state), (their_counts, their_state) in zip(ours, theirs, strict=True):
-        assert counts == their_counts
+    ext = run_ranks(resume_inside_a_window, "ddp_ext", str(tmp_path / "ext.ckpt"))
+    stock = run_ranks(resume_inside_a_window, "ddp", str(tmp_path / "stock.ckpt"))
+    for (counts, ext_state), (stock_counts, stock_state) in zip(ext, stock, strict=True):
+        assert counts == stock_counts
         assert sum(counts) == 2
         assert counts[-1] == 1
-        assert_same_bits(our_state, their_state)
+        assert_same_bits(ext_state, stock_state)
 
 
 class ManualAccumulation(ManualMLP):
@@ -153,17 +153,17 @@ class ManualAccumulation(ManualMLP):
 def accumulate_by_hand() -> tuple[list[int], dict, dict]:
     count = CountExchanges()
     variant = "_find_unused_parameters_true"
-    _, ours = fit(f"ddp_ext{variant}", ManualAccumulation, callbacks=[count], max_epochs=1)
-    _, theirs = fit(f"ddp{variant}", ManualAccumulation, max_epochs=1)
-    return count.counts, state_of(ours), state_of(theirs)
+    _, ext = fit(f"ddp_ext{variant}", ManualAccumulation, callbacks=[count], max_epochs=1)
+    _, stock = fit(f"ddp{variant}", ManualAccumulation, max_epochs=1)
+    return count.counts, state_of(ext), state_of(stock)
 
 
 def test_manual_optimization_exchanges_where_the_user_requests_it():
-    for counts, ours, theirs in run_ranks(accumulate_by_hand):
+    for counts, ext, stock in run_ranks(accumulate_by_hand):
         assert counts[::2] == [0] * 4
         assert len(set(counts[1::2])) == 1
         assert counts[1] >= 2  # one exchange per optimizer, and one of the bitmap of unused parameters
-        assert_same_bits(ours, theirs)
+        assert_same_bits(ext, stock)
 
 
 class RecordsGradients(pl.Callback):

@@ -1,13 +1,9 @@
-"""``horovod_ext`` on ranks that ``horovodrun``, ``mpirun``, or ``fit`` has started.
+"""``horovod_ext`` on ranks that ``horovodrun`` or ``mpirun`` has started.
 
 The start of ranks takes seconds, so each launcher runs once for all tests (``train_with_everything``), and the tests
 check the returned values. The reference is ``ddp_ext`` on the same number of ranks.
 """
 
-import os
-import re
-import subprocess
-import sys
 import threading
 from functools import cache
 from typing import Any
@@ -23,11 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from benchmarks.horovod_commands import start_of
 from lightning_strategies_ext import HorovodStrategy
-from lightning_strategies_ext.horovod.launch_info import LaunchInfo, launcher_variables
-from tests.support.examples import EXAMPLE_ENVIRONMENT
-from tests.support.horovod_ranks import run_horovod, try_horovod
+from tests.support.horovod_ranks import run_horovod
 from tests.support.models import (
     MLP,
     NUM_CLASSES,
@@ -42,7 +35,7 @@ from tests.support.models import (
     state_of,
     weights_after,
 )
-from tests.support.ranks import LONG_CYCLE, REPOSITORY, run_ranks, run_script
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -235,9 +228,9 @@ class OfBothRanks(Sampler[int]):
             sampler.set_epoch(epoch)
 
     def __iter__(self):
-        ours, theirs = map(list, self.samplers)
-        for start in range(0, len(ours), 4):
-            yield from ours[start : start + 4] + theirs[start : start + 4]
+        first, second = map(list, self.samplers)
+        for start in range(0, len(first), 4):
+            yield from first[start : start + 4] + second[start : start + 4]
 
     def __len__(self):
         return 64
@@ -354,68 +347,3 @@ def test_a_second_fit_continues_the_training(ranks):
     steps, weights = ranks[0]["fit twice"]
     assert steps == 32
     assert_close(weights, ranks[1]["fit twice"][1], 0)
-
-
-# --- started by `fit` itself ---
-
-
-def test_fit_starts_its_own_ranks():
-    for weights in run_horovod("python", partial_weights):
-        assert_close(weights, reference()["weights"]["plain"])
-
-
-@pytest.mark.forked  # some of the variables remain set
-@pytest.mark.parametrize(("of_user", "expected"), [(None, "1800"), ("7", "7")])
-def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected):
-    """With Horovod's timeout of 30 s, the first rank would abort while other ranks import torch from a slow disk."""
-    monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
-    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
-    if of_user is not None:
-        monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", of_user)
-    with launcher_variables(LaunchInfo("python", 0, 2, 0, 2)):
-        assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
-    assert os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == of_user
-
-
-def test_ranks_that_a_script_starts_afterwards_find_each_other():
-    """With the variables of the script, each rank would be the only rank of a separate job."""
-    assert run_horovod("python", ranks_that_are_started_afterwards, num_ranks=1) == [["0 of 2", "1 of 2"]]
-
-
-def ranks_that_are_started_afterwards() -> list[str]:
-    fit("horovod_ext", max_epochs=1, devices=1)
-    program = (
-        "from tests.support.models import fit",
-        "strategy = fit('horovod_ext', max_epochs=1, devices=1)[0].strategy",
-        "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
-    )
-    command = [*start_of("horovodrun", num_ranks=2), sys.executable, "-c", "; ".join(program)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sorted(re.findall(r"seen: (\d of \d)", output))
-
-
-def partial_weights() -> dict[str, torch.Tensor]:
-    return weights_after("horovod_ext")
-
-
-def test_the_old_name_works_and_the_log_names_its_provider():
-    output, outcomes = try_horovod("horovodrun", old_name)
-    assert [outcomes[rank] for rank in sorted(outcomes)] == [True, True]
-    assert output.count("is provided by lightning-strategies-ext") == 1
-
-
-def old_name() -> bool:
-    return type(fit("horovod", max_epochs=1)[0].strategy) is HorovodStrategy
-
-
-@pytest.mark.parametrize("name", ["digits", "fabric_digits"])
-def test_the_examples_train(name, tmp_path):
-    where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
-    result = run_script(
-        REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
-        env=EXAMPLE_ENVIRONMENT | LONG_CYCLE,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout
-    [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]
-    assert float(row.replace("│", " ").split()[-1]) > 0.9
-    assert list(tmp_path.iterdir()) == [tmp_path / "digits.ckpt"]

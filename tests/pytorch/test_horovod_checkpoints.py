@@ -101,12 +101,12 @@ def buffers_by_mode(strategy: str) -> dict[str, Any]:
 
 def test_broadcast_buffers_are_those_of_ddp_and_rank_0s_are_evaluated_and_saved():
     expected = run_ranks(buffers_by_mode, "ddp_ext")
-    ours = run_horovod("horovodrun", buffers_by_mode, "horovod_ext")
-    for name, theirs in expected[0].items():  # on other ranks, DDP does not update the buffers of the last step
-        for found, right in zip(ours[0][name], theirs, strict=True):
+    ext = run_horovod("horovodrun", buffers_by_mode, "horovod_ext")
+    for name, stock in expected[0].items():  # on other ranks, DDP does not update the buffers of the last step
+        for found, right in zip(ext[0][name], stock, strict=True):
             assert_close(found, right)
-    for name in ours[0]:
-        for zero, one in zip(ours[0][name], ours[1][name], strict=True):
+    for name in ext[0]:
+        for zero, one in zip(ext[0][name], ext[1][name], strict=True):
             assert zero.pop("own") == 0 < one.pop("own")
             zero.pop("cache", None)
             one.pop("cache", None)
@@ -130,12 +130,12 @@ class Worsens(MLP):
 
 
 def test_checkpoints_are_interchangeable_with_ddps(tmp_path):
-    ours, theirs = tmp_path / "horovod", tmp_path / "ddp"
-    run_ranks(half, "ddp_ext", str(theirs))
-    ranks = run_horovod("horovodrun", whole_and_callbacks, str(ours), str(theirs))
+    ext, stock = tmp_path / "horovod", tmp_path / "ddp"
+    run_ranks(half, "ddp_ext", str(stock))
+    ranks = run_horovod("horovodrun", whole_and_callbacks, str(ext), str(stock))
     for rank in ranks:
         assert_close(rank["resumed"], rank["whole"])
         assert rank["stopped"] == 4
         assert rank["predictions"] == 4
-    assert [path.name for path in ours.iterdir()] == ["half.ckpt"]
-    assert_close(run_ranks(resumed, "ddp_ext", str(ours))[0], ranks[0]["whole"])
+    assert [path.name for path in ext.iterdir()] == ["half.ckpt"]
+    assert_close(run_ranks(resumed, "ddp_ext", str(ext))[0], ranks[0]["whole"])

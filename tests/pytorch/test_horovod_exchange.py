@@ -245,12 +245,12 @@ def train_each(strategy: str) -> dict[str, Any]:
 
 def test_complex_excluded_local_edited_and_toggled_gradients_are_exchanged_as_by_ddp():
     expected = run_ranks(train_each, "ddp_ext")
-    for ours, theirs in zip(run_horovod("horovodrun", train_each, "horovod_ext"), expected, strict=True):
-        for name in theirs:
-            assert_close(ours[name], theirs[name])
-        assert ours["without a gradient"].pop("unmoved").tolist() == [1.0] * 3
+    for ext, stock in zip(run_horovod("horovodrun", train_each, "horovod_ext"), expected, strict=True):
+        for name in stock:
+            assert_close(ext[name], stock[name])
+        assert ext["without a gradient"].pop("unmoved").tolist() == [1.0] * 3
         for name in ("without a gradient", "twice"):
-            assert_close(ours[name], theirs["local"])
+            assert_close(ext[name], stock["local"])
     biases = [rank["excluded"]["net.2.bias"] for rank in expected]
     assert not torch.allclose(*biases)
 

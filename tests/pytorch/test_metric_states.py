@@ -136,10 +136,10 @@ def values_with_all() -> list[Any]:
 
 @pytest.mark.processes
 def test_values_are_bitwise_those_of_ddp_without_a_gather_of_torchmetrics() -> None:
-    for (expected, stock_calls), *ours in run_ranks(values_with_all):
+    for (expected, stock_calls), *ext in run_ranks(values_with_all):
         assert len(expected[0]) == 9
         assert stock_calls["all_gather"] > 30
-        for values, calls in ours:
+        for values, calls in ext:
             assert values == expected
             assert calls == {"states": NUM_EXCHANGES}
 
@@ -148,9 +148,9 @@ def test_values_are_bitwise_those_of_ddp_without_a_gather_of_torchmetrics() -> N
 def test_values_are_those_of_one_process() -> None:
     expected, _ = values_with(lambda: "auto", 1)
     ((values, _), _) = run_ranks(values_with, partial(over, "shm"))
-    for ours, alone in zip(values, expected, strict=True):
-        assert {**ours, "of_epoch": 0.0} == pytest.approx({**alone, "of_epoch": 0.0}, abs=1e-6)
-        assert ours["of_epoch"] == 0.5
+    for ext, alone in zip(values, expected, strict=True):
+        assert {**ext, "of_epoch": 0.0} == pytest.approx({**alone, "of_epoch": 0.0}, abs=1e-6)
+        assert ext["of_epoch"] == 0.5
 
 
 def horovod() -> Any:
@@ -162,8 +162,8 @@ def test_values_over_horovod_are_those_of_one_process() -> None:
     expected, _ = values_with(lambda: "auto", 1)
     _, outcomes = try_horovod("horovodrun", values_with, horovod)
     for values, _ in outcomes.values():
-        for ours, alone in zip(values, expected, strict=True):
-            assert {**ours, "of_epoch": 0.0} == pytest.approx({**alone, "of_epoch": 0.0}, abs=1e-6)
+        for ext, alone in zip(values, expected, strict=True):
+            assert {**ext, "of_epoch": 0.0} == pytest.approx({**alone, "of_epoch": 0.0}, abs=1e-6)
 
 
 # --- states that only some ranks have ---

@@ -149,20 +149,20 @@ def use_ddp(kind: type[DDPStrategy] = DDPStrategy) -> dict[str, Any]:
     return outcome
 
 
-def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, expected, strict=True):
         assert_same_bits(one.pop("weights"), other.pop("weights"))
         assert one == other
         assert one["gathered"] == [0, 1]
         assert one["sent"] == {"from": 1}
         assert one["all, any"] == [False, True]
-    assert [one["rank"] for one in ours] == [0, 1]
+    assert [one["rank"] for one in found] == [0, 1]
 
 
 @pytest.mark.processes
 def test_a_strategy_with_collectives_of_its_own_trains_as_on_lightnings_base():
-    ours = run_ranks(use_written_for, ParallelStrategy, OverAStore)
-    assert_same(ours, run_ranks(use_written_for, LightningParallelStrategy, OverAStore))
+    found = run_ranks(use_written_for, ParallelStrategy, OverAStore)
+    assert_same(found, run_ranks(use_written_for, LightningParallelStrategy, OverAStore))
 
 
 @pytest.mark.processes

@@ -88,6 +88,7 @@ def losses_of_one_process(lr: float) -> list[float]:
     return losses
 
 
+@pytest.mark.processes
 def test_of_four_trials_with_two_ranks_each_asha_stops_two(tmp_path):
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler

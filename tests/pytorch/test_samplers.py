@@ -150,8 +150,8 @@ def samples_of_both() -> list[list[list[int]]]:
 
 
 def test_the_order_is_that_of_stock_where_ranks_draw_the_same():
-    for stock, ours in run_ranks(samples_of_both):
-        assert ours == stock
+    for stock, ext in run_ranks(samples_of_both):
+        assert ext == stock
 
 
 class Evaluates(pl.LightningModule):

@@ -97,11 +97,11 @@ def values(dtype, size):
 for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
     for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
         for size in (1, 1000, 2_500_000):  # the last size is sent in several pieces
-            ours, theirs = values(dtype, size), values(dtype, size)
-            work = dist.all_reduce(ours, op, async_op=True)
-            dist.all_reduce(theirs, op, group=gloo)
+            over_shm, over_gloo = values(dtype, size), values(dtype, size)
+            work = dist.all_reduce(over_shm, op, async_op=True)
+            dist.all_reduce(over_gloo, op, group=gloo)
             work.wait()
-            assert torch.equal(ours, theirs), (op, dtype, size)
+            assert torch.equal(over_shm, over_gloo), (op, dtype, size)
 mean = torch.full((3,), float(rank))
 dist.all_reduce(mean, dist.ReduceOp.AVG)
 assert mean.tolist() == [1.5] * 3

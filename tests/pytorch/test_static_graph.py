@@ -148,9 +148,9 @@ def train_with_both() -> dict[str, tuple[Any, Any]]:
 
 def test_weights_are_those_without_a_static_graph():
     first, second = run_ranks(train_with_both)
-    for case, (ours, theirs) in first.items():
-        assert_same_bits(ours, theirs)
-        assert_same_bits(ours, second[case][0])
+    for case, (ext, stock) in first.items():
+        assert_same_bits(ext, stock)
+        assert_same_bits(ext, second[case][0])
     for kind in CASES[:-1]:
         for name, value in train("auto", kind, 1).items():
             torch.testing.assert_close(first[kind.__name__][0][name], value)

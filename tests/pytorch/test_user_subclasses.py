@@ -80,9 +80,9 @@ def train(make: Any, arguments: dict[str, Any]) -> list[Any]:
     ids=["configure_ddp", "optimizer_step", "optimizer_step with unused parameters", "teardown"],
 )
 def test_overrides_work_as_with_stock(make: Any, arguments: dict[str, Any]) -> None:
-    for stock, ours in run_ranks(train, make, arguments):
-        assert_same_bits(ours[0], stock[0])
-        assert ours[1:] == stock[1:]
+    for stock, ext in run_ranks(train, make, arguments):
+        assert_same_bits(ext[0], stock[0])
+        assert ext[1:] == stock[1:]
 
 
 class Unfreezes(MLP):

@@ -1,8 +1,8 @@
 """Random programs of collectives, and the comparison of the results of two runs.
 
     operation = Operation("all_reduce", 0, "float32", "SUM", 4000, 0, 0, "plain", "async", seed=1)
-    ours, theirs = (run_program([operation], groups[backend], random.Random()) for backend in ("shm", "gloo"))
-    assert not difference(operation, world_size, ours[0], theirs[0])
+    over_shm, over_gloo = (run_program([operation], groups[backend], random.Random()) for backend in ("shm", "gloo"))
+    assert not difference(operation, world_size, over_shm[0], over_gloo[0])
 
 A program is a list of operations, identical on all ranks. Each rank creates its tensors from the seed of the operation
 and its rank. :mod:`tests.shm.start` starts the ranks.
@@ -301,28 +301,28 @@ def _as_tensors(values: Sequence[Any]) -> list[Tensor]:
     return [torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8) for value in values]
 
 
-def difference(operation: Operation, size: int, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
+def difference(operation: Operation, size: int, over_shm: Sequence[Tensor], over_gloo: Sequence[Tensor]) -> str:
     """Describes a difference between the results of shm and gloo; empty if there is none."""
-    if len(ours) != len(theirs):
-        return f"{len(ours)} results, but gloo has {len(theirs)}"
-    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        if our.shape != their.shape or our.dtype != their.dtype:
-            return f"result {number} is {our.dtype} {our.shape}, but gloo's is {their.dtype} {their.shape}"
-        if our.dtype == torch.bool:
+    if len(over_shm) != len(over_gloo):
+        return f"{len(over_shm)} results, but gloo has {len(over_gloo)}"
+    for number, (of_shm, of_gloo) in enumerate(zip(over_shm, over_gloo, strict=True)):
+        if of_shm.shape != of_gloo.shape or of_shm.dtype != of_gloo.dtype:
+            return f"result {number} is {of_shm.dtype} {of_shm.shape}, but gloo's is {of_gloo.dtype} {of_gloo.shape}"
+        if of_shm.dtype == torch.bool:
             # gloo adds booleans as bytes: True may be a 2.
-            our, their = bits_of(our) != 0, bits_of(their) != 0
-        is_inexact = our.dtype.is_floating_point or our.dtype.is_complex
+            of_shm, of_gloo = bits_of(of_shm) != 0, bits_of(of_gloo) != 0
+        is_inexact = of_shm.dtype.is_floating_point or of_shm.dtype.is_complex
         is_summed = operation.kind in REDUCING and operation.op in ("SUM", "PRODUCT", "AVG")
         if is_inexact and is_summed and size > 2:
-            eps = torch.finfo(our.dtype).eps
-            is_right = torch.allclose(our, their, rtol=4 * size * eps, atol=0.0)
+            eps = torch.finfo(of_shm.dtype).eps
+            is_right = torch.allclose(of_shm, of_gloo, rtol=4 * size * eps, atol=0.0)
         else:
-            is_right = torch.equal(bits_of(our), bits_of(their))
+            is_right = torch.equal(bits_of(of_shm), bits_of(of_gloo))
         if not is_right:
-            differing = (our != their).flatten().nonzero().flatten()
+            differing = (of_shm != of_gloo).flatten().nonzero().flatten()
             index = int(differing[0]) if differing.numel() else -1
-            values = f"{our.flatten()[index]}, not {their.flatten()[index]}" if differing.numel() else "other bits"
-            return f"result {number} has {differing.numel()} wrong elements of {our.numel()}, at {index} {values}"
+            values = f"{of_shm.flatten()[index]}, not {of_gloo.flatten()[index]}" if differing.numel() else "other bits"
+            return f"result {number} has {differing.numel()} wrong elements of {of_shm.numel()}, at {index} {values}"
     return ""
 
 

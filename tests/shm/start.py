@@ -65,15 +65,15 @@ def _compare(programs: Sequence[Program]) -> list[list[str | None]]:
             of_backend.append(group if dist.get_rank() in members else None)
     digests = []
     for number, program in enumerate(programs):
-        theirs = run_program(program, groups["gloo"], order)
-        ours = run_program(program, groups["shm"], order)
+        over_gloo = run_program(program, groups["gloo"], order)
+        over_shm = run_program(program, groups["shm"], order)
         again = run_program(program, groups["shm"], order)
-        digests.append([digest(each) for each in ours])
+        digests.append([digest(each) for each in over_shm])
         for index, operation in enumerate(program):
             if (group := groups["shm"][operation.group]) is None:
                 digests[-1][index] = None
                 continue
-            problem = difference(operation, dist.get_world_size(group), ours[index], theirs[index])
+            problem = difference(operation, dist.get_world_size(group), over_shm[index], over_gloo[index])
             assert not problem, f"program {number}: {problem}\n{operation}"
             is_same = digests[-1][index] == digest(again[index])
             assert is_same, f"program {number}: different bits in the second run\n{operation}"

@@ -203,12 +203,12 @@ def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]
 
 def train_with_both_backends(hook: str = "") -> list[torch.Tensor]:
     start_shm()
-    ours = train(None, hook)
-    theirs = train(dist.new_group(backend="gloo"), hook)
-    for our, their in zip(ours, theirs, strict=True):
+    over_shm = train(None, hook)
+    over_gloo = train(dist.new_group(backend="gloo"), hook)
+    for of_shm, of_gloo in zip(over_shm, over_gloo, strict=True):
         # Two runs of PowerSGD over gloo differ equally much.
-        assert torch.allclose(our, their, rtol=0, atol=1e-6) if hook else torch.equal(our, their)
-    return ours
+        assert torch.allclose(of_shm, of_gloo, rtol=0, atol=1e-6) if hook else torch.equal(of_shm, of_gloo)
+    return over_shm
 
 
 def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():

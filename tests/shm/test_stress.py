@@ -139,16 +139,16 @@ class Workload:
             return ""
         gloo_group = self._group_of(move, "gloo")
         expected = start(move.operation, gloo_group)
-        theirs = _finish(expected, "wait")
+        over_gloo = _finish(expected, "wait")
         for end in ends:
             if (error := end.exception(2 * TIMEOUT_S)) is not None:
                 if isinstance(error, RuntimeError) and group in self._destroyed:
                     continue
                 return f"{type(error).__name__}: {error}\n{move}"
-            ours = end.result()
-            for index in range(0, len(ours), max(1, len(theirs))):
-                part = ours[index : index + len(theirs)]
-                if wrong := difference(move.operation, dist.get_world_size(gloo_group), part, theirs):
+            over_shm = end.result()
+            for index in range(0, len(over_shm), max(1, len(over_gloo))):
+                part = over_shm[index : index + len(over_gloo)]
+                if wrong := difference(move.operation, dist.get_world_size(gloo_group), part, over_gloo):
                     return f"{wrong}\n{move}"
         return ""
 

@@ -50,9 +50,9 @@ def call_with_dtensors() -> tuple[list[str], list[str], float]:
 
 
 def test_dtensors_are_refused_as_by_gloo_and_the_group_continues():
-    for ours, theirs, total in run_ranks(call_with_dtensors):
-        assert ours == theirs
-        assert all(ours)
+    for over_shm, over_gloo, total in run_ranks(call_with_dtensors):
+        assert over_shm == over_gloo
+        assert all(over_shm)
         assert total == 3.0
 
 
@@ -81,8 +81,8 @@ def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
 
 def test_tensors_that_trace_are_traced_as_with_gloo():
     outcomes = run_ranks(call_with_tensors_that_trace)
-    for ours, theirs, total in outcomes:
-        assert ours == theirs
+    for over_shm, over_gloo, total in outcomes:
+        assert over_shm == over_gloo
         assert total == 3.0
     if set(outcomes[0][1]) != {""}:
         pytest.skip(f"torch {torch.__version__} traces no collectives, also over gloo: {outcomes[0][1]}")
@@ -168,8 +168,8 @@ def values_of_futures() -> tuple[list[Any], list[Any]]:
 
 
 def test_futures_return_the_results_of_gloo():
-    for ours, theirs in run_ranks(values_of_futures):
-        assert ours == theirs
+    for over_shm, over_gloo in run_ranks(values_of_futures):
+        assert over_shm == over_gloo
 
 
 def take_the_first_of_each() -> list[float]:
@@ -250,8 +250,8 @@ def call_in_short() -> list[list[float]]:
 
 
 def test_the_short_forms_of_the_methods_of_a_group_match_gloo():
-    for ours, theirs in run_ranks(call_in_short):
-        assert ours == theirs
+    for over_shm, over_gloo in run_ranks(call_in_short):
+        assert over_shm == over_gloo
 
 
 def train_compiled_with_buffers() -> tuple[str, list[float]]:

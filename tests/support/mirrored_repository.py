@@ -26,6 +26,7 @@ _OF_SOURCES = (
     "test_pytorch_lightning",
     "test_versions_table",
     "test_discovery",
+    "test_doctor",
     "test_docs",
     "test_docs_blocks",
     "test_tiers",

@@ -182,11 +182,11 @@ def weights_after(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
     return state_of(fit(*args, **kwargs)[1])
 
 
-def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Fails unless both states have the same names and bitwise identical tensors."""
-    torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=0)
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Fails unless both states have the same names and close values."""
-    torch.testing.assert_close(dict(ours), dict(theirs), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=tolerance, atol=tolerance)

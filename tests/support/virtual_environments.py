@@ -45,8 +45,8 @@ class Environment:
         """Runs a script that prints one JSON value, and must succeed."""
         result = self.run(*options, "-c", script, env=env)
         assert result.returncode == 0, result.stdout + result.stderr
-        ours = [line for line in result.stderr.splitlines() if line.startswith("lightning-strategies-ext:")]
-        return Report(json.loads(result.stdout.splitlines()[-1]), ours)
+        notices = [line for line in result.stderr.splitlines() if line.startswith("lightning-strategies-ext:")]
+        return Report(json.loads(result.stdout.splitlines()[-1]), notices)
 
 
 @dataclass(frozen=True)

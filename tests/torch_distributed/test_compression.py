@@ -132,17 +132,17 @@ def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) 
     model = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
     exchange = create_exchange(compression, model)
     model.register_comm_hook(None, exchange.hook)
-    got, exact, magnitude = [], [], []
+    found_values, exact, magnitude = [], [], []
     for step in range(num_steps):
         model.zero_grad()
         model(gradients_of(rank, step, dtype)).backward()
-        got.append([parameter.grad.clone() for parameter in model.parameters()])
+        found_values.append([parameter.grad.clone() for parameter in model.parameters()])
         of_all = list(zip(*(gradients_of(other, step, dtype) for other in range(size)), strict=True))
         exact.append([sum(each).div(size) for each in of_all])
         magnitude.append([sum(part.abs() for part in each).div(size) for each in of_all])
     state = exchange.state_dict()
     exchange.close()
-    return {"got": got, "exact": exact, "magnitude": magnitude, "state": state}
+    return {"got": found_values, "exact": exact, "magnitude": magnitude, "state": state}
 
 
 def exchange_all(backend: str, num_hosts: int) -> dict[str, Any]:
@@ -173,10 +173,12 @@ def test_all_ranks_have_bitwise_identical_gradients(exchanged: list[dict[str, An
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 8), ("fp16", 11)])
 def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]], name: str, bits: int) -> None:
     found = exchanged[0][name]
-    for got, exact, magnitude in zip(*(_flat(found[key]) for key in ("got", "exact", "magnitude")), strict=True):
+    for found_values, exact, magnitude in zip(
+        *(_flat(found[key]) for key in ("got", "exact", "magnitude")), strict=True
+    ):
         # The rounding error is half a unit of the last of `bits` bits; the smallest unit of fp16 is 2^-24.
         limit = len(exchanged) * (1.01 * 2.0**-bits * magnitude + 2.0**-24)
-        assert ((got - exact).abs() <= limit).all()
+        assert ((found_values - exact).abs() <= limit).all()
     assert any(not torch.equal(*pair) for pair in zip(_flat(found["got"]), _flat(found["exact"]), strict=True))
     assert not found["state"]
 
@@ -188,9 +190,11 @@ def test_residuals_are_kept_and_exchanged_later(exchanged: list[dict[str, Any]],
     is_half = "bf16" in name
     missing = found["state"]["residuals"]
     for index, shape in enumerate(SHAPES):
-        got, exact = (sum(step[index].double() for step in found[key]) for key in ("got", "exact"))
+        found_values, exact = (sum(step[index].double() for step in found[key]) for key in ("got", "exact"))
         residual = missing[f"of.{index}"].view(shape)
-        torch.testing.assert_close(got + residual, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False)
+        torch.testing.assert_close(
+            found_values + residual, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False
+        )
         assert residual.dtype == (torch.float32 if is_half else torch.float64)
     assert missing["of.2"].abs().max() > 1e-2, "the compression has omitted nothing"
 
@@ -198,17 +202,17 @@ def test_residuals_are_kept_and_exchanged_later(exchanged: list[dict[str, Any]],
 @pytest.mark.processes
 def test_a_matrix_of_as_many_directions_as_are_sent_is_exact(exchanged: list[dict[str, Any]]) -> None:
     found = exchanged[0]["powersgd"]
-    for got, exact in zip(found["got"], found["exact"], strict=True):
-        torch.testing.assert_close(got[0], exact[0], rtol=1e-9, atol=1e-9)
-        assert not torch.allclose(got[2], exact[2], atol=1e-2)
+    for found_values, exact in zip(found["got"], found["exact"], strict=True):
+        torch.testing.assert_close(found_values[0], exact[0], rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(found_values[2], exact[2], atol=1e-2)
 
 
 @pytest.mark.processes
 def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
     found = exchanged[0]["powersgd after two steps"]
     are_exact = [
-        all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, exact, strict=True))
-        for got, exact in zip(found["got"], found["exact"], strict=True)
+        all(torch.allclose(*pair, rtol=1e-12) for pair in zip(found_values, exact, strict=True))
+        for found_values, exact in zip(found["got"], found["exact"], strict=True)
     ]
     assert are_exact == [True, True, False]
 
@@ -255,11 +259,11 @@ def test_the_chosen_elements_are_nearly_the_largest() -> None:
 
 @pytest.mark.parametrize("num_inside", [1, 2, 3, 5])
 @pytest.mark.parametrize("sizes", [[7], [1, 1, 1], [100, 1, 1, 1, 100], [0, 5, 0], [1] * 20])
-def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
-    shares = HostGroups(None, None, num_inside, 0, torch.device("cpu")).shares(sizes)
-    assert [index for share in shares for index in share] == list(range(len(sizes)))
-    assert len(shares) == num_inside
-    largest = max(sum(sizes[index] for index in share) for share in shares)
+def test_each_tensor_is_in_one_shard(num_inside: int, sizes: list[int]) -> None:
+    shards = HostGroups(None, None, num_inside, 0, torch.device("cpu")).shards(sizes)
+    assert [index for shard in shards for index in shard] == list(range(len(sizes)))
+    assert len(shards) == num_inside
+    largest = max(sum(sizes[index] for index in shard) for shard in shards)
     assert largest <= sum(sizes) / num_inside + max(sizes)
 
 

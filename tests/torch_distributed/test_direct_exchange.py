@@ -76,8 +76,8 @@ def test_two_ranks_have_bitwise_the_gradients_of_the_reducer(
         assert "Traceback" not in f"{with_reducer}{without}", f"{with_reducer}\n{without}"
         if isinstance(with_reducer, list):
             assert len(with_reducer) == len(without) > 0
-            for ours, theirs in zip(without, with_reducer, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            for direct, reduced in zip(without, with_reducer, strict=True):
+                torch.testing.assert_close(direct, reduced, rtol=0, atol=0)
         else:
             assert str(with_reducer) == str(without)
 
@@ -142,8 +142,8 @@ def test_the_reducer_exchanges_if_a_rank_cannot_reserve_shared_memory() -> None:
     for messages_of_rank, with_reducer, without in run_ranks(without_shared_memory_on_one_rank):
         [message] = messages_of_rank
         assert re.search(r"rank 1 cannot reserve \d+ bytes in /dev/shm", message), message
-        for ours, theirs in zip(without, with_reducer, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        for direct, reduced in zip(without, with_reducer, strict=True):
+            torch.testing.assert_close(direct, reduced, rtol=0, atol=0)
 
 
 WITH_LITTLE_SHARED_MEMORY = """

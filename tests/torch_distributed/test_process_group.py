@@ -86,8 +86,8 @@ def join_twice() -> tuple[list[float], list[bool]]:
     environment.set_global_rank(environment.local_rank())
     environment.set_world_size(2)
     os.environ |= {"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": "2"}
-    for is_ours in (True, False):
-        if is_ours:
+    for is_of_package in (True, False):
+        if is_of_package:
             process_group.start(environment, None, torch.device("cpu"), None)
         else:
             dist.init_process_group("gloo")

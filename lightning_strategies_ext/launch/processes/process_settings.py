@@ -105,7 +105,7 @@ HOST_VARIABLES = frozenset(
     }
 )
 #: Prefixes of names of such variables. Ray's variables include its authentication token.
-_PREFIXES_OF_A_HOST = ("RAY_", "XDG_")
+_HOST_PREFIXES = ("RAY_", "XDG_")
 #: Variables that ranks receive even if the user lists only others: the secret of the job, seeds, the network.
 _RANK_PATTERNS = ("LIGHTNING_STRATEGIES_EXT_*", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "GLOO_SOCKET_IFNAME")
 
@@ -119,7 +119,7 @@ class RemoteProcessSettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         """Removes variables of the host and of Ray, including its token, before the main process sends them."""
-        self.environment = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
+        self.environment = {name: value for name, value in self.environment.items() if not _is_host_specific(name)}
 
     @override
     def enter_directory(self) -> None:
@@ -157,7 +157,7 @@ def check_environment_variables(names: Any) -> None:
                 f"`environment_variables` contains {name!r}, which is not a variable's name. Use the name without a"
                 " value; `runtime_env={'env_vars': {...}}` sets variables on workers."
             )
-        if _is_of_a_host(name):
+        if _is_host_specific(name):
             raise ValueError(
                 f"`environment_variables` contains {name!r}: variables of Ray or of a host are never sent to workers."
                 " Omit the entry; `runtime_env={'env_vars': {...}}` sets variables on workers."
@@ -179,12 +179,12 @@ def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dic
     return {
         name: value
         for name, value in environment.items()
-        if _matches(name, allowed) and not _matches(name, denied) and not _is_of_a_host(name)
+        if _matches(name, allowed) and not _matches(name, denied) and not _is_host_specific(name)
     }
 
 
-def _is_of_a_host(name: str) -> bool:
-    return name in HOST_VARIABLES or name.startswith(_PREFIXES_OF_A_HOST)
+def _is_host_specific(name: str) -> bool:
+    return name in HOST_VARIABLES or name.startswith(_HOST_PREFIXES)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -213,7 +213,7 @@ class RayWorker(Worker):
             actor_reply = reply.result()
         except RayError as error:
             # If the error is not Ray's own, the actor runs, and its method has failed, for example for lack of a class.
-            if isinstance(error, RayTaskError) and not _is_of_ray_itself(error):
+            if isinstance(error, RayTaskError) and not _is_ray_error(error):
                 return _failure_of(error)
             self._error = error
             return self._exit_error()
@@ -295,7 +295,7 @@ def reason_from_ray(error: BaseException) -> str:
     return reason
 
 
-def _is_of_ray_itself(error: RayTaskError) -> bool:
+def _is_ray_error(error: RayTaskError) -> bool:
     """Whether a method failed because Ray's daemon on its host has exited, which also terminates the actor."""
     return isinstance(getattr(error, "cause", None), RaySystemError)
 

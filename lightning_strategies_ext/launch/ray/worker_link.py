@@ -56,7 +56,7 @@ _CONNECT_TIMEOUT_S = 10.0
 #: Time in which a connection has to prove that it belongs to a worker, in seconds.
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
-_MAX_UNPROVED = 64
+_MAX_UNAUTHENTICATED = 64
 #: Kinds of frames.
 _STDOUT, _STDERR, _JSON = 1, 2, 3
 _FROM_FIELDS: dict[str, Callable[..., LinkMessage]] = {
@@ -212,7 +212,7 @@ class WorkerLink:
 
 
 @dataclass
-class _Unproved:
+class _Unauthenticated:
     """State of a connection that has not proved that it belongs to a worker: its challenge, deadline, and response."""
 
     challenge: bytes
@@ -237,7 +237,7 @@ class LinkServer:
         self.address = host, self._listening.getsockname()[1]
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self.links: dict[int, WorkerLink] = {}
-        self._unproved: dict[Any, _Unproved] = {}
+        self._unauthenticated: dict[Any, _Unauthenticated] = {}
         self._loop = SelectorLoop()
         self._is_open = True
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext links").start()
@@ -256,14 +256,14 @@ class LinkServer:
         self._listening.setblocking(False)
         self._loop.add(self._listening, self._accept)
         while self._is_open:
-            self._loop.wait(_PROOF_S if self._unproved else math.inf)
+            self._loop.wait(_PROOF_S if self._unauthenticated else math.inf)
             now = time.monotonic()
-            for connected in [end for end, state in self._unproved.items() if now > state.deadline]:
+            for connected in [end for end, state in self._unauthenticated.items() if now > state.deadline]:
                 self._end_proof(connected)
                 connected.close()
         for link in self.links.values():
             link.close()
-        for end in (self._listening, *self._unproved):
+        for end in (self._listening, *self._unauthenticated):
             end.close()
         self._loop.close()
 
@@ -274,15 +274,15 @@ class LinkServer:
             connected.setblocking(False)
             challenge = secrets.token_bytes(_PROOF_BYTES)
             connected.send(challenge)
-            self._unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
+            self._unauthenticated[connected] = _Unauthenticated(challenge, time.monotonic() + _PROOF_S)
             self._loop.add(connected, partial(self._take_proof, connected))
-            if len(self._unproved) == _MAX_UNPROVED:
+            if len(self._unauthenticated) == _MAX_UNAUTHENTICATED:
                 self._loop.remove(self._listening)
         return True  # the connection has a deadline
 
     def _take_proof(self, connected: Any) -> bool:
         """Receives a proof. If it is valid and the worker's link is not connected, the link gets this connection."""
-        state, part = self._unproved[connected], b""
+        state, part = self._unauthenticated[connected], b""
         with suppress(OSError):
             part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(state.received))
         state.received += part
@@ -300,12 +300,12 @@ class LinkServer:
         return False
 
     def _end_proof(self, connected: Any) -> None:
-        if len(self._unproved) == _MAX_UNPROVED:
+        if len(self._unauthenticated) == _MAX_UNAUTHENTICATED:
             self._loop.add(self._listening, self._accept)
         self._loop.remove(connected)
-        del self._unproved[connected]
+        del self._unauthenticated[connected]
 
-    def _link_of(self, state: _Unproved) -> WorkerLink | None:
+    def _link_of(self, state: _Unauthenticated) -> WorkerLink | None:
         """Returns the unconnected link of the worker that has sent a proof; None without a link or a valid proof."""
         proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
         if len(number) < _NUMBER.size or not hmac.compare_digest(proof, _proof(self.secret, state.challenge, number)):

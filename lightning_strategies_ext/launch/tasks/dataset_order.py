@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 #: Dtypes whose rows torch cannot write to given positions (float8 in 2.5, the others still in 2.13), each with a dtype
 #: of the same size that supports it.
-CARRIERS = {
+WRITABLE_DTYPES = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
@@ -270,7 +270,7 @@ def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positi
         shape = (sum(map(len, rows)), *values[0].shape[1:])
         if layout.kind is torch.Tensor:
             result = values[0].new_empty(shape)
-            dtype = CARRIERS.get(result.dtype, result.dtype)
+            dtype = WRITABLE_DTYPES.get(result.dtype, result.dtype)
             target, values = result.view(dtype), [value.detach().view(dtype) for value in values]
         else:
             result = target = np.empty_like(values[0], shape=shape)

@@ -60,7 +60,7 @@ def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorCh
             chunk[part_name] = part
     yield TensorChunk(chunk)
     del chunk
-    yield _DiffOfObjects(trainer, baseline).stage_diff(value)
+    yield _ObjectDiff(trainer, baseline).stage_diff(value)
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
@@ -74,7 +74,7 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
         yield (name, tensor.shape, start), flat[start : start + step]
 
 
-class _DiffOfObjects:
+class _ObjectDiff:
     """Encodes everything that a stage has changed except the tensors of its module."""
 
     def __init__(self, trainer: Any, baseline: StageBaseline) -> None:

@@ -72,7 +72,7 @@ class CastCodec:
 class Residuals:
     """Residuals of a lossy exchange, which are added to the next gradients (error feedback).
 
-    By parameter, a rank has its part of what the sum over all ranks lacks, in float32 at least.
+    For each parameter, a rank holds its part of the error of the sum over all ranks, in float32 or float64.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Residuals:
         """Returns the residuals of parameters as one contiguous tensor. Writes to it change the residuals.
 
         Args:
-            parameters: Parameters of a bucket, or of a share of it. DDP rebuilds its buckets after the first step.
+            parameters: Parameters of a bucket, or of a shard of it. DDP rebuilds its buckets after the first step.
             like: Tensor of the same dtype and device, with the same number of elements.
         """
         key = tuple(map(id, parameters))
@@ -121,7 +121,7 @@ class Residuals:
     def gather_totals(
         self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
     ) -> list[Tensor]:
-        """Sums the residuals over all ranks, and gives each rank the same part. Collective: all ranks call it.
+        """Sums the residuals over all ranks, and assigns each rank an equal part. Collective: all ranks call it.
 
         Args:
             parameters: All parameters that may have residuals, in the same order on all ranks.
@@ -139,7 +139,7 @@ class Residuals:
         return totals
 
     def distribute(self, parameter: Tensor, total: Tensor, size: int) -> None:
-        """Sets a residual to this rank's part of a sum, which another number of ranks may have saved."""
+        """Sets a residual to this rank's part of a sum that a different number of ranks may have saved."""
         self._own(parameter).copy_(total).div_(size)
 
     def _own(self, parameter: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class TopKCodec:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Returns the indices of ``count`` large values. Nearly all are among the largest; the result is deterministic."""
+    """Returns the indices of ``count`` values, nearly all of which are among the largest. Deterministic."""
     size, magnitudes = len(values), values.abs()
     stride = size // max(_MIN_SAMPLE, size // _SAMPLED) | 1  # odd, so that the sample is not aligned with rows
     if values.device.type == "cpu" and stride > 1:

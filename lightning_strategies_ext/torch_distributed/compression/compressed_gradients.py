@@ -98,21 +98,21 @@ class CompressedGradients:
     def _sum(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
         groups = self._host_groups
         sizes = [parameter.numel() for parameter in parameters]
-        shares = groups.shares(sizes)
-        pieces = flat.split([sum(sizes[share.start : share.stop]) for share in shares])
-        parts = [parameters[share.start : share.stop] for share in shares]
+        shards = groups.shards(sizes)
+        pieces = flat.split([sum(sizes[shard.start : shard.stop]) for shard in shards])
+        parts = [parameters[shard.start : shard.stop] for shard in shards]
         for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
             if index != groups.local_index:
                 self._residuals.add_to_gradients(part, piece, self._world_size)
         own = pieces[groups.local_index]
 
-        def between() -> None:
+        def exchange_inter_host() -> None:
             wide = own.to(torch.promote_types(own.dtype, torch.float32))
             self.num_bytes += self._codec.sum(parts[groups.local_index], wide, self._scale, groups.inter_host)
             if wide is not own:
                 own.copy_(wide)
 
-        groups.exchange(pieces, between)
+        groups.exchange(pieces, exchange_inter_host)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Does nothing: the exchange needs no optimizers."""

@@ -1,7 +1,7 @@
 """Process groups of an exchange on two levels: first inside each host, then between hosts.
 
-Each rank of a host exchanges one share of a tensor between the hosts, so that each share crosses between hosts once.
-Only this part is worth compressing.
+Each rank of a host exchanges one shard of a tensor between the hosts, so that each shard crosses between hosts once.
+Only the exchange between hosts is worth compressing.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class HostGroups(NamedTuple):
 
     Attributes:
         intra_host: Group of the ranks of this host; None with a single level.
-        inter_host: Group of the ranks with which this rank exchanges its share, one per host; all ranks with a single
+        inter_host: Group of the ranks with which this rank exchanges its shard, one per host; all ranks with a single
             level.
         ranks_per_host: Number of ranks per host; 1 with a single level.
         local_index: Index of this rank among the ranks of its host.
@@ -78,23 +78,23 @@ class HostGroups(NamedTuple):
         index = ranks_of[own].index(own_rank)
         return cls(intra_groups[own], inter_groups[index], ranks_per_host, index, device)
 
-    def shares(self, sizes: Sequence[int]) -> list[range]:
-        """Divides tensors into contiguous shares of about the same size, one for each rank of a host.
+    def shards(self, sizes: Sequence[int]) -> list[range]:
+        """Divides tensors into contiguous shards of about the same size, one for each rank of a host.
 
         Args:
             sizes: Sizes of the tensors, in elements.
 
         Returns:
-            Indices of the tensors in each share, in the order of the ranks.
+            Indices of the tensors in each shard, in the order of the ranks.
         """
-        shares, end, total, begun = [], 0, sum(sizes), 0
+        shards, end, total, begun = [], 0, sum(sizes), 0
         for index in range(self.ranks_per_host):
             begin, limit = end, total * (index + 1) / self.ranks_per_host
             while end < len(sizes) and (begun + sizes[end] / 2 <= limit or index == self.ranks_per_host - 1):
                 begun += sizes[end]
                 end += 1
-            shares.append(range(begin, end))
-        return shares
+            shards.append(range(begin, end))
+        return shards
 
     def exchange(self, pieces: Sequence[Tensor], exchange_inter_host: Callable[[], None]) -> None:
         """Sums pieces in place over all ranks.
@@ -150,7 +150,7 @@ class HostGroups(NamedTuple):
         pieces = list(flat.tensor_split(self.ranks_per_host))
         own = pieces[self.local_index]
 
-        def between() -> None:
+        def exchange_inter_host() -> None:
             dist.all_reduce(own, group=self.inter_host)
 
-        self.exchange(pieces, between)
+        self.exchange(pieces, exchange_inter_host)

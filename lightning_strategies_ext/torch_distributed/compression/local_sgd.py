@@ -208,7 +208,7 @@ class _OuterOptimizer:
         self._velocities: dict[Tensor, Tensor] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Sets the parameters of outer steps; parameters that are new among them must be equal on all ranks."""
+        """Sets the parameters of outer steps. New parameters must be equal on all ranks."""
         starts, velocities = self._starts, self._velocities
         self._starts, self._velocities = {}, {}
         for parameter in parameters:

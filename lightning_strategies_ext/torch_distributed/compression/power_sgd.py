@@ -120,7 +120,7 @@ class PowerSGDCodec:
         return (n + m) * self._rank < n * m
 
     def _query(self, parameter: Tensor, size: int) -> Tensor:
-        """Returns the directions to search for large gradients. No row is zero: a lost direction would stay lost."""
+        """Returns the directions to search for large gradients. No row is zero: later steps could not restore it."""
         noise = self._noises.get(size)
         if noise is None:
             generator = torch.Generator().manual_seed(size)

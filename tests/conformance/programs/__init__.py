@@ -108,29 +108,31 @@ def need_gloo_to_reduce_right() -> None:
         raise unittest.SkipTest(f"gloo of torch {torch.__version__} sums instead of averaging")
 
 
-def difference(ours: Any, theirs: Any, where: str = "") -> str:
+def difference(result: Any, expected: Any, where: str = "") -> str:
     """Describes the first difference of two results, if any; compares tensors bit by bit."""
-    if type(ours) is not type(theirs):
-        return f"{where or 'the result'}: {type(ours).__name__}, not {type(theirs).__name__}"
-    if isinstance(ours, torch.Tensor):
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            return f"{where}: {ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
-        is_same = torch.equal(_bits(ours), _bits(theirs))
+    if type(result) is not type(expected):
+        return f"{where or 'the result'}: {type(result).__name__}, not {type(expected).__name__}"
+    if isinstance(result, torch.Tensor):
+        if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+            return f"{where}: {result.dtype} {tuple(result.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        is_same = torch.equal(_bits(result), _bits(expected))
         return (
             ""
             if is_same
-            else f"{where}: different bits ({ours.flatten()[:4].tolist()}, {theirs.flatten()[:4].tolist()})"
+            else f"{where}: different bits ({result.flatten()[:4].tolist()}, {expected.flatten()[:4].tolist()})"
         )
-    if isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
+    if isinstance(result, dict):
+        if result.keys() != expected.keys():
             return f"{where}: different keys"
-        return next((found for key in ours if (found := difference(ours[key], theirs[key], f"{where}.{key}"))), "")
-    if isinstance(ours, (list, tuple)):
-        if len(ours) != len(theirs):
-            return f"{where}: {len(ours)} items, not {len(theirs)}"
-        pairs = enumerate(zip(ours, theirs, strict=True))
+        return next(
+            (found for key in result if (found := difference(result[key], expected[key], f"{where}.{key}"))), ""
+        )
+    if isinstance(result, (list, tuple)):
+        if len(result) != len(expected):
+            return f"{where}: {len(result)} items, not {len(expected)}"
+        pairs = enumerate(zip(result, expected, strict=True))
         return next((found for index, pair in pairs if (found := difference(*pair, f"{where}[{index}]"))), "")
-    return "" if ours == theirs else f"{where}: {ours!r}, not {theirs!r}"
+    return "" if result == expected else f"{where}: {result!r}, not {expected!r}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
