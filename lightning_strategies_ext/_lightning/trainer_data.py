@@ -94,22 +94,28 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
     return replace_method(connector, "_resolve_sampler", resolve)
 
 
-def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], None]:
+def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> ExitStack:
     """Makes the DataLoaders of an evaluation have shards without repeated samples, some of which may be empty.
 
-    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, and warns of repeated samples. A rank
-    without samples is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices``
-    after the samplers exist (2.5 to 2.6).
+    ``DataConnector._prepare_dataloader`` receives each DataLoader. For one that needs a distributed sampler, it calls
+    ``_resolve_sampler``, which creates the sampler, and warns of repeated samples. A rank without samples of a dataset
+    or of a stream is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices`` after
+    the DataLoaders are prepared (2.5 to 2.6).
 
     Args:
         trainer: The Trainer.
         shards: Set to which the samplers are added.
 
     Returns:
-        A function that reverts the change.
+        A stack that reverts the changes.
     """
     connector = trainer._data_connector
-    resolve_sampler = connector._resolve_sampler
+    resolve_sampler, prepare_dataloader = connector._resolve_sampler, connector._prepare_dataloader
+
+    def prepare(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        if _has_stream(dataloader) and mode in (RunningStage.VALIDATING, RunningStage.TESTING):
+            trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+        return prepare_dataloader(dataloader, shuffle, mode)
 
     def resolve(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         is_evaluating = mode in (RunningStage.VALIDATING, RunningStage.TESTING)
@@ -122,7 +128,14 @@ def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], No
         trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
         return sampler
 
-    return replace_method(connector, "_resolve_sampler", resolve)
+    stack = ExitStack()
+    stack.callback(replace_method(connector, "_prepare_dataloader", prepare))
+    stack.callback(replace_method(connector, "_resolve_sampler", resolve))
+    return stack
+
+
+def _has_stream(dataloader: Any) -> bool:
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def shadow_evaluation_steps(trainer: Any, steps: ExactSteps) -> ExitStack:
@@ -219,10 +232,7 @@ def evaluate_without_data(
         is_sequential = loader is not None and loader._mode == "sequential"
         if exact is not None and loader is not None:
             are_shards = [_sampler_of(each) in shards for each in loader.flattened]
-            are_streams = [
-                num == inf or isinstance(getattr(each, "dataset", None), IterableDataset)
-                for num, each in zip(max_batches, loader.flattened, strict=True)
-            ]
+            are_streams = [sized_len(each) is None or _has_stream(each) for each in loader.flattened]
             is_one_by_one = is_sequential or len(max_batches) == 1
             steps = exact.agree(max_batches, are_shards, are_streams, is_sequential=is_one_by_one)
             if steps is not None:
@@ -257,7 +267,7 @@ def evaluate_together(
     else:
         shards: WeakSet[Any] = WeakSet()
         stack.callback(evaluate_without_data(trainer, count_ranks, exact, shards))
-        stack.callback(shard_without_repeats(trainer, shards))
+        stack.callback(shard_without_repeats(trainer, shards).close)
         stack.callback(shadow_evaluation_steps(trainer, exact).close)
     return stack
 
