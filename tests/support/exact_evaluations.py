@@ -268,9 +268,7 @@ def evaluate(case: Case) -> dict[str, Any]:
         "max_epochs": 1,
         "callbacks": [Calls()],
     }
-    strategy = DDPStrategy(
-        exact_evaluation=True, process_group_backend=case.backend, hang_timeout=HANG_TIMEOUT_S
-    )
+    strategy = DDPStrategy(exact_evaluation=True, process_group_backend=case.backend, hang_timeout=HANG_TIMEOUT_S)
     trainer = make_trainer(strategy, case.world_size, **options)
     rank = int(os.environ["LOCAL_RANK"])
     loaders = [loader_of(case, rank, index) for index in range(len(case.loaders))]

@@ -52,7 +52,7 @@ class Process(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None: ...  # noqa: D102
+    def poll(self) -> int | None: ...
 
 
 class RankPool:

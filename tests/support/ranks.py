@@ -120,7 +120,7 @@ def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
 
 
 def start_rank(function: Callable[..., Any], args: Any, path: Path, environment: dict[str, str]) -> Any:
-    """Starts ``function(*args)`` in a process of the fork server. Its output goes to ``path`` with the suffix ".log"."""
+    """Starts ``function(*args)`` in a process of the fork server. Its output goes to ``path`` plus ".log"."""
     process = _context.Process(target=_rank_main, args=(function, args, path, {**rank_environment, **environment}))
     process.start()
     return process
