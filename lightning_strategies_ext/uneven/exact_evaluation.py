@@ -30,7 +30,7 @@ from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.uneven.control import GradientExchange
 from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
-from lightning_strategies_ext.uneven.step_state import EvaluationStateSnapshot
+from lightning_strategies_ext.uneven.step_state import EvaluationStateSnapshot, MetricResults
 
 #: Number of dimensions whose sizes ranks compare before they gather a tensor.
 _MAX_DIMENSIONS = 15
@@ -227,7 +227,9 @@ class ExactEvaluation(ShadowedSteps):
         self._contributors, self._is_shadowing = contributors, self._rank not in contributors
         try:
             if not self._is_shadowing:
+                results = MetricResults(self._trainer)
                 yield
+                results.drop_changed()
                 return
             before = EvaluationStateSnapshot(self._trainer)
             try:

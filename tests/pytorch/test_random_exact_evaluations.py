@@ -29,7 +29,7 @@ FACTOR = int(os.environ.get("EXACT_EVALUATIONS", "1"))
 NUM_EXAMPLES = {2: 60, 3: 50, 4: 40}
 #: Time limit of an evaluation in seconds, which only a hang reaches: most evaluations take a tenth of a second.
 LIMIT_S = 90.0
-LENGTHS = st.integers(0, 20)
+LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 20))
 
 
 @st.composite
@@ -54,6 +54,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         metrics=tuple(draw(st.lists(st.sampled_from([*METRICS]), unique=True))),
         has_buffers=draw(st.booleans()),
         changes_batches=draw(st.booleans()),
+        logs_steps=draw(st.booleans()),
     )
 
 
@@ -79,16 +80,41 @@ def test_every_sample_counts_once_on_any_number_of_ranks(world_size: int, pools:
     )
     @given(cases(world_size))
     def check(case: Case) -> None:
-        outcomes = pools[world_size].run(evaluate, case, limit_s=LIMIT_S)
-        for rank, outcome in enumerate(outcomes):
-            assert outcome.error is None, f"{case}\nrank {rank}: {outcome.error}\n{outcome.trace}"
-        assert_exact(case, [outcome.value for outcome in outcomes])
+        assert_exact(case, pools[world_size])
 
     check()
 
 
-def assert_exact(case: Case, ranks: list[dict[str, Any]]) -> None:
-    """Compares samples and results of each rank with those of :mod:`~tests.support.exact_evaluations`."""
+def case_of(kind: str, *lengths: int, **options: Any) -> Case:
+    """Returns a case with one DataLoader whose ranks have the given numbers of samples."""
+    return Case(len(lengths), "shm", "validate", (Samples(kind, lengths, 1),), **options)
+
+
+#: Evaluations that were wrong in an earlier version.
+CORRECTED = {
+    "an empty stream with a length": case_of("sized stream", 0, 1),
+    "a limit of batches without a length": case_of("batches", 0, 1, limit=1),
+    "a metric computed in a shadowed step": case_of(
+        "stream", 1, 3, metrics=("mean", "cat"), calls=(("batch_end", "compute"),)
+    ),
+    "a metric computed on a rank without samples": case_of(
+        "stream", 0, 3, metrics=("mean", "cat"), calls=(("batch_end", "compute"),)
+    ),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CORRECTED)
+def test_evaluations_that_were_wrong_are_exact(name: str, pools: dict[int, RankPool]) -> None:
+    assert_exact(CORRECTED[name], pools[CORRECTED[name].world_size])
+
+
+def assert_exact(case: Case, pool: RankPool) -> None:
+    """Runs a case, and compares samples and results with those of :mod:`~tests.support.exact_evaluations`."""
+    outcomes = pool.run(evaluate, case, limit_s=LIMIT_S)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"{case}\nrank {rank}: {outcome.error}\n{outcome.trace}"
+    ranks: list[dict[str, Any]] = [outcome.value for outcome in outcomes]
     for rank, found in enumerate(ranks):
         assert found["values"] == pytest.approx(values_of(case), rel=1e-5), f"logged values of rank {rank}"
         expected = evaluations_of(case, rank)

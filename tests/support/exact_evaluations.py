@@ -29,7 +29,8 @@ KINDS = ("shards", "stream", "sized stream", "batches")
 #: Hooks in which user code calls collectives, once per step or once per evaluation.
 STEP_HOOKS = ("batch_start", "step", "batch_end", "callback_batch_start", "callback_batch_end")
 EPOCH_HOOKS = ("epoch_start", "epoch_end", "callback_epoch_end")
-CALLS = ("all_gather", "all_gather_dict", "sum", "mean", "barrier", "broadcast", "log_mean", "log_sum", "log_max")
+CALLS = ("all_gather", "all_gather_dict", "sum", "mean", "barrier", "broadcast", "compute")
+CALLS += ("log_mean", "log_sum", "log_max")
 METRICS: dict[str, type[Metric]] = {"mean": MeanMetric, "cat": CatMetric}
 #: Number of training batches of each rank in ``fit``, each of which is followed by a validation.
 NUM_TRAINING_BATCHES = 2
@@ -80,7 +81,8 @@ class Case:
         calls: Collectives by the hook that calls them.
         metrics: Metrics of torchmetrics, some of :data:`METRICS`.
         has_buffers: Whether the model has buffers.
-        changes_batches: Whether a batch is a dict from which the step removes the samples.
+        changes_batches: Whether a batch is a dict from which the model removes the samples.
+        logs_steps: Whether values are logged per step, too.
     """
 
     world_size: int
@@ -93,6 +95,7 @@ class Case:
     metrics: tuple[str, ...] = ()
     has_buffers: bool = False
     changes_batches: bool = False
+    logs_steps: bool = False
 
     def batches_of(self, rank: int, index: int, *, is_sanity_check: bool = False) -> list[list[int]]:
         """Returns the batches of a DataLoader that a rank evaluates."""
@@ -121,8 +124,14 @@ class SizedStream(Stream):
         return len(self.samples)
 
 
-class Batches(Stream):
+class Batches:
     """An iterable over batches that is no DataLoader."""
+
+    def __init__(self, batches: list[list[int]], collates: "Collates") -> None:
+        self.batches, self.collates = batches, collates
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.collates, self.batches)
 
 
 class Steps:
@@ -162,12 +171,14 @@ class Model(pl.LightningModule):
         self.at_start = self.first_buffer()
         self.make_calls("epoch_start", [1 + self.global_rank])
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.current = (batch["samples"] if self.case.changes_batches else batch).tolist()
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.pop("samples") if isinstance(batch, dict) else batch
+
+    def on_validation_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.current = batch.tolist()
         self.make_calls("batch_start", self.current)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        samples = batch.pop("samples") if self.case.changes_batches else batch
+    def validation_step(self, samples: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.steps.steps.append((self.trainer.strategy.is_shadowing, samples.tolist()))
         self.seen += samples.tolist()
         random.random()
@@ -177,7 +188,7 @@ class Model(pl.LightningModule):
             metric = getattr(self, name)[dataloader_idx]
             metric.update(samples.float())
             if name != "cat":  # its value is not a number
-                self.log(f"metric_{name}", metric, batch_size=len(samples))
+                self.log(f"metric_{name}", metric)
 
     def on_validation_batch_end(self, *args: Any) -> None:
         self.make_calls("batch_end", self.current)
@@ -226,10 +237,18 @@ class Model(pl.LightningModule):
         if call == "barrier":
             strategy.barrier()
             return []
+        if call == "compute":  # its value in a step includes shadowed samples, but that at the end does not
+            for name in self.case.metrics:
+                for metric in getattr(self, name):
+                    metric.compute()
+            return []
         is_mean = call == "log_mean" and hook in STEP_HOOKS
         value = total[0] / len(samples) if is_mean else total[0]
-        options = {"batch_size": len(samples) if hook in STEP_HOOKS else 1, "reduce_fx": call.removeprefix("log_")}
-        self.log(f"{hook}_{call}", value, sync_dist=True, on_step=False, on_epoch=True, **options)
+        options: dict[str, Any] = {"reduce_fx": call.removeprefix("log_")}
+        if hook in EPOCH_HOOKS:
+            options["batch_size"] = 1
+        on_step = self.case.logs_steps and hook in STEP_HOOKS
+        self.log(f"{hook}_{call}", value, sync_dist=True, on_step=on_step, on_epoch=True, **options)
         return []
 
 
@@ -242,9 +261,7 @@ class Calls(pl.Callback):
     """A callback that calls the collectives of a case."""
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-        batch = args[0]
-        samples = batch["samples"] if module.case.changes_batches else batch
-        module.make_calls("callback_batch_start", samples.tolist())
+        module.make_calls("callback_batch_start", args[0].tolist())
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         module.make_calls("callback_batch_end", module.current)
@@ -284,7 +301,7 @@ def evaluate(case: Case) -> dict[str, Any]:
 def loader_of(case: Case, rank: int, index: int) -> Any:
     samples = case.loaders[index]
     if samples.kind == "batches":
-        return Batches([collated(batch, case) for batch in samples.batches_of(rank, case.world_size, index)])
+        return Batches(samples.batches_of(rank, case.world_size, index), Collates(case))
     dataset: Any
     if samples.kind == "shards":
         dataset = [100 * (index + 1) + number for number in range(samples.lengths[0])]
@@ -302,12 +319,8 @@ class Collates:
         self.case = case
 
     def __call__(self, samples: list[int]) -> Any:
-        return collated(samples, self.case)
-
-
-def collated(samples: list[int], case: Case) -> Any:
-    batch = torch.tensor(samples)
-    return {"samples": batch} if case.changes_batches else batch
+        batch = torch.tensor(samples)
+        return {"samples": batch} if self.case.changes_batches else batch
 
 
 # --- what it should have ---
@@ -395,6 +408,8 @@ def values_of(case: Case) -> dict[str, float]:
         for hook, call in case.calls:
             if hook in STEP_HOOKS and call in reduced:
                 values[f"{hook}_{call}{suffix}"] = reduced[call]
+                if case.logs_steps:
+                    values[f"{hook}_{call}_epoch{suffix}"] = reduced[call]
         if "mean" in case.metrics:
             values[f"metric_mean{suffix}"] = mean
     for hook, call in case.calls:
