@@ -94,28 +94,22 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
     return replace_method(connector, "_resolve_sampler", resolve)
 
 
-def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> ExitStack:
+def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], None]:
     """Makes the DataLoaders of an evaluation have shards without repeated samples, some of which may be empty.
 
-    ``DataConnector._prepare_dataloader`` receives each DataLoader. For one that needs a distributed sampler, it calls
-    ``_resolve_sampler``, which creates the sampler, and warns of repeated samples. A rank without samples of a dataset
-    or of a stream is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices`` after
-    the DataLoaders are prepared (2.5 to 2.6).
+    ``DataConnector._resolve_sampler`` creates the sampler of a DataLoader, and warns of repeated samples. A rank
+    without samples is accepted because ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices``
+    after the samplers exist (2.5 to 2.6).
 
     Args:
         trainer: The Trainer.
         shards: Set to which the samplers are added.
 
     Returns:
-        A stack that reverts the changes.
+        A function that reverts the change.
     """
     connector = trainer._data_connector
-    resolve_sampler, prepare_dataloader = connector._resolve_sampler, connector._prepare_dataloader
-
-    def prepare(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
-        if _has_stream(dataloader) and mode in (RunningStage.VALIDATING, RunningStage.TESTING):
-            trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
-        return prepare_dataloader(dataloader, shuffle, mode)
+    resolve_sampler = connector._resolve_sampler
 
     def resolve(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         is_evaluating = mode in (RunningStage.VALIDATING, RunningStage.TESTING)
@@ -128,10 +122,26 @@ def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> ExitStack:
         trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
         return sampler
 
-    stack = ExitStack()
-    stack.callback(replace_method(connector, "_prepare_dataloader", prepare))
-    stack.callback(replace_method(connector, "_resolve_sampler", resolve))
-    return stack
+    return replace_method(connector, "_resolve_sampler", resolve)
+
+
+def _accept_empty_streams(trainer: Any) -> Callable[[], None]:
+    """Makes an evaluation accept a rank without samples of an ``IterableDataset`` that has a length.
+
+    ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices`` after the strategy has received the
+    DataLoaders in ``process_dataloader`` (2.5 to 2.6).
+
+    Returns:
+        A function that reverts the change.
+    """
+    process_dataloader = trainer.strategy.process_dataloader
+
+    def process(dataloader: Any) -> Any:
+        if _has_stream(dataloader):
+            trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+        return process_dataloader(dataloader)
+
+    return replace_method(trainer.strategy, "process_dataloader", process)
 
 
 def _has_stream(dataloader: Any) -> bool:
@@ -218,10 +228,13 @@ def evaluate_without_data(
         nonlocal previous
         users = module.allow_zero_length_dataloader_with_multiple_devices
         module.allow_zero_length_dataloader_with_multiple_devices = is_allowed = users or is_predicting
+        undo = _accept_empty_streams(trainer) if exact is not None else None
         try:
             setup_data()
         finally:
             module.allow_zero_length_dataloader_with_multiple_devices = users
+            if undo is not None:
+                undo()
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches
@@ -267,7 +280,7 @@ def evaluate_together(
     else:
         shards: WeakSet[Any] = WeakSet()
         stack.callback(evaluate_without_data(trainer, count_ranks, exact, shards))
-        stack.callback(shard_without_repeats(trainer, shards).close)
+        stack.callback(shard_without_repeats(trainer, shards))
         stack.callback(shadow_evaluation_steps(trainer, exact).close)
     return stack
 
