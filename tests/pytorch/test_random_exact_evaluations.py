@@ -20,9 +20,8 @@ from tests.support.exact_evaluations import (
     Case,
     Samples,
     evaluate,
-    evaluations_of,
-    values_of,
 )
+from tests.support.exact_results import evaluations_of, values_of
 from tests.support.rank_pool import RankPool
 
 FACTOR = int(os.environ.get("EXACT_EVALUATIONS", "1"))
@@ -110,7 +109,7 @@ def test_evaluations_that_were_wrong_are_exact(name: str, pools: dict[int, RankP
 
 
 def assert_exact(case: Case, pool: RankPool) -> None:
-    """Runs a case, and compares samples and results with those of :mod:`~tests.support.exact_evaluations`."""
+    """Runs a case, and compares samples and results with those of :mod:`~tests.support.exact_results`."""
     outcomes = pool.run(evaluate, case, limit_s=LIMIT_S)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"{case}\nrank {rank}: {outcome.error}\n{outcome.trace}"
