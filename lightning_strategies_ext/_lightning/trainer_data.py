@@ -125,6 +125,29 @@ def shard_without_repeats(trainer: Any, shards: WeakSet[Any]) -> Callable[[], No
     return replace_method(connector, "_resolve_sampler", resolve)
 
 
+def _accept_empty_streams(trainer: Any) -> Callable[[], None]:
+    """Makes an evaluation accept a rank without samples of an ``IterableDataset`` that has a length.
+
+    ``setup_data`` reads ``allow_zero_length_dataloader_with_multiple_devices`` after the strategy has received the
+    DataLoaders in ``process_dataloader`` (2.5 to 2.6).
+
+    Returns:
+        A function that reverts the change.
+    """
+    process_dataloader = trainer.strategy.process_dataloader
+
+    def process(dataloader: Any) -> Any:
+        if _has_stream(dataloader):
+            trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+        return process_dataloader(dataloader)
+
+    return replace_method(trainer.strategy, "process_dataloader", process)
+
+
+def _has_stream(dataloader: Any) -> bool:
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
 def shadow_evaluation_steps(trainer: Any, steps: ExactSteps) -> ExitStack:
     """Makes ranks with fewer batches shadow the steps of an evaluation, and the hooks of these steps.
 
@@ -228,10 +251,13 @@ def evaluate_without_data(
         nonlocal previous
         users = module.allow_zero_length_dataloader_with_multiple_devices
         module.allow_zero_length_dataloader_with_multiple_devices = is_allowed = users or is_predicting
+        undo = _accept_empty_streams(trainer) if exact is not None else None
         try:
             setup_data()
         finally:
             module.allow_zero_length_dataloader_with_multiple_devices = users
+            if undo is not None:
+                undo()
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches
@@ -242,10 +268,7 @@ def evaluate_without_data(
         is_sequential = loader is not None and loader._mode == "sequential"
         if exact is not None and loader is not None:
             are_shards = [_sampler_of(each) in shards for each in loader.flattened]
-            are_streams = [
-                num == inf or isinstance(getattr(each, "dataset", None), IterableDataset)
-                for num, each in zip(max_batches, loader.flattened, strict=True)
-            ]
+            are_streams = [sized_len(each) is None or _has_stream(each) for each in loader.flattened]
             is_one_by_one = is_sequential or len(max_batches) == 1
             steps = exact.agree(max_batches, are_shards, are_streams, is_sequential=is_one_by_one)
             if steps is not None:

@@ -31,7 +31,7 @@ from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.uneven.control import GradientExchange
 from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
-from lightning_strategies_ext.uneven.step_state import EvaluationStateSnapshot
+from lightning_strategies_ext.uneven.step_state import EvaluationStateSnapshot, MetricResults
 
 #: Number of dimensions whose sizes ranks compare before they gather a tensor.
 _MAX_DIMENSIONS = 15
@@ -150,8 +150,9 @@ class ExactEvaluation(ShadowedSteps):
         if not any(are_shards) and not has_streams:
             return None
         known = [inf if is_stream else number for number, is_stream in zip(numbers, are_streams, strict=True)]
-        own = torch.tensor(known, dtype=torch.float64, device=self._device)
-        lengths = self._collectives.all_gather(own).view(self._world_size, -1).tolist()
+        own = torch.tensor([known, [*numbers]], dtype=torch.float64, device=self._device)
+        of_ranks = self._collectives.all_gather(own).view(self._world_size, 2, -1)
+        lengths = of_ranks[:, 0].tolist()
         if all(of_rank == lengths[0] for of_rank in lengths) and not has_streams:
             return None
         if not is_sequential:
@@ -173,8 +174,8 @@ class ExactEvaluation(ShadowedSteps):
                 " one batch."
             )
         self._lengths, self.local = lengths, [*numbers]
-        most = [max(of_ranks) for of_ranks in zip(*lengths, strict=True)]
-        return [number if most == inf else int(most) for number, most in zip(numbers, most, strict=True)]
+        # Lightning skips an evaluation without steps, so a stream that is empty on this rank has those of other ranks.
+        return [most if most == inf else int(most) for most in of_ranks[:, 1].amax(0).tolist()]
 
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
         """Returns an object that replaces Lightning's fetcher in an evaluation.
@@ -238,7 +239,9 @@ class ExactEvaluation(ShadowedSteps):
         self._contributors, self._is_shadowing = contributors, self._rank not in contributors
         try:
             if not self._is_shadowing:
+                results = MetricResults(self._trainer)
                 yield
+                results.drop_changed()
                 return
             before = EvaluationStateSnapshot(self._trainer)
             try:

@@ -68,18 +68,43 @@ class EvaluationStateSnapshot:
         self._with_values = {id(metric) for metric in logged if not metric.has_reset}
         owners = [*trainer.lightning_module.modules(), *callbacks, *logged, logging_state.logger_connector(trainer)]
         self._contents = ContentsSnapshot(owners)
+        self._results = MetricResults(trainer)
 
     def restore(self) -> None:
         """Restores this state. Keys of ``self.log`` that are new in this evaluation have no value of this rank."""
         logged = [metric for metric in logging_state.current_results(self._trainer) if not metric.has_reset]
-        modules = self._trainer.lightning_module.modules()
-        updated = [module for module in modules if isinstance(module, Metric) and module._computed is None]
+        changed = self._results.changed()
         self._contents.restore()
-        for metric in updated:
-            metric._computed = None  # not the result of an earlier computation: other ranks have updates
+        for metric in changed:
+            metric._computed = None
         for metric in logged:
             if id(metric) not in self._with_values:
                 logging_state.drop_values(metric)
+
+
+class MetricResults:
+    """Results that the metrics of the LightningModule have computed, as of its creation.
+
+    A metric keeps its result until its next update, and then computes it without a collective. A result of a shadowed
+    step includes the repeated batch, and an older result lacks the updates of other ranks. All ranks therefore drop the
+    results of the metrics that have been updated or computed in such a step.
+
+    Args:
+        trainer: The Trainer, in an evaluation.
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        modules = trainer.lightning_module.modules()
+        self._results = [(module, module._computed) for module in modules if isinstance(module, Metric)]
+
+    def changed(self) -> list[Metric]:
+        """Returns the metrics that have a different result now, or none."""
+        return [metric for metric, result in self._results if metric._computed is not result]
+
+    def drop_changed(self) -> None:
+        """Makes the metrics that have a different result now compute it again."""
+        for metric in self.changed():
+            metric._computed = None
 
 
 #: Number of items of a container up to which the contents of its items are copied, too.

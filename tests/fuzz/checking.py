@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tests.fuzz.cases import Case
 from tests.fuzz.pool import CASE_LIMIT_S, Pool
-from tests.fuzz.training import Outcome
+from tests.fuzz.training import run
+from tests.support.rank_pool import Outcome
 
 #: Relative and absolute tolerance in float64, where only the order of additions differs.
 TOLERANCE = 1e-7
@@ -67,7 +68,7 @@ class Pools:
     def run(self, case: Case, kind: str, directory: Path, limit_s: float) -> list[Outcome]:
         directory.mkdir()
         pool = _pool_of(case, kind)
-        return self._pools.setdefault(pool, Pool(*pool)).run(case, kind, directory, limit_s)
+        return self._pools.setdefault(pool, Pool(*pool)).run(run, case, kind, directory, limit_s=limit_s)
 
 
 def _pool_of(case: Case, kind: str) -> tuple[str, int]:
@@ -152,12 +153,12 @@ def _compare(case: Case, ext: list[Outcome], reference_outcomes: list[Outcome], 
         # The state of the process that calls the Trainer, and the return value of the stage.
         for rank, outcome in enumerate(ext):
             other = reference_outcomes[rank] if len(reference_outcomes) > rank else reference_outcomes[0]
-            own, reference = outcome.states[number], other.states[number]
+            own, reference = outcome.value.states[number], other.value.states[number]
             if case.reference == "one" or draws_otherwise:
                 own["random"] = _ANY
             yield from compare(own, reference, f"{number} {stage}: caller {rank}")
-        returned = [outcome.returned[number] for outcome in ext]
-        expected = [outcome.returned[number] for outcome in reference_outcomes]
+        returned = [outcome.value.returned[number] for outcome in ext]
+        expected = [outcome.value.returned[number] for outcome in reference_outcomes]
         if stage == "predict":
             yield from differences(
                 _by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance

@@ -1,6 +1,6 @@
 """Runs a :class:`~tests.fuzz.cases.Case` in this process, with a strategy of this package or with its reference.
 
-    outcome = run(case, "ext", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
+    results = run(case, "ext", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
 
 Each rank writes a file at the end of each stage, `stage-STAGE.rank-RANK`: the state of the model, the optimizers, the
 schedulers, and the random generator; the order of hooks; the samples of each batch.
@@ -8,7 +8,6 @@ schedulers, and the random generator; the order of hooks; the samples of each ba
 
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,17 +35,14 @@ except ImportError:  # before Lightning 2.6
 
 
 @dataclass
-class Outcome:
-    """The outcome of a case in one process.
+class Results:
+    """The results of a case in one process.
 
     Attributes:
-        error: Class and text of the exception, or None.
         returned: What each stage returned.
         states: State of this process after each stage.
     """
 
-    error: tuple[str, str] | None = None
-    trace: str = ""
     returned: list[Any] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
 
@@ -147,18 +143,9 @@ def trainer_of(case: Case, kind: str, directory: Path, recorder: Recorder, max_e
     )
 
 
-def run(case: Case, kind: str, directory: Path) -> Outcome:
-    """Runs all stages of a case, and returns the outcome in this process."""
-    outcome = Outcome()
-    try:
-        _run_stages(case, kind, directory, outcome)
-    except Exception as exception:
-        outcome.error = (type(exception).__name__, str(exception))
-        outcome.trace = "".join(traceback.format_exception(exception))
-    return outcome
-
-
-def _run_stages(case: Case, kind: str, directory: Path, outcome: Outcome) -> None:
+def run(case: Case, kind: str, directory: Path) -> Results:
+    """Runs all stages of a case, and returns the results of this process."""
+    results = Results()
     pl.seed_everything(SEED, verbose=False)
     model, recorder, data = Model(case), Recorder(directory), Data(case, kind)
     epochs = case.max_epochs
@@ -181,5 +168,6 @@ def _run_stages(case: Case, kind: str, directory: Path, outcome: Outcome) -> Non
         else:
             verbose = {} if stage == "predict" else {"verbose": False}
             returned = getattr(trainer, stage)(model, datamodule=data, **verbose)
-        outcome.returned.append(returned)
-        outcome.states.append(state_of(trainer, model))
+        results.returned.append(returned)
+        results.states.append(state_of(trainer, model))
+    return results

@@ -54,6 +54,9 @@ SET_ON_OBJECTS = {
         f"{_FIT_LOOP}.on_advance_end",
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.run",
     ],
+    "_lightning.trainer_data._accept_empty_streams": [
+        "lightning.pytorch.strategies.strategy:Strategy.process_dataloader"
+    ],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
     "_lightning.trainer_data.before_loader_results": [
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop._store_dataloader_outputs"

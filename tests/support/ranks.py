@@ -119,6 +119,13 @@ def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
     return Outcome(rank, value, error, exit_code, log.read_text() if log.exists() else "")
 
 
+def start_rank(function: Callable[..., Any], args: Any, path: Path, environment: dict[str, str]) -> Any:
+    """Starts ``function(*args)`` in a process of the fork server. Its output goes to ``path`` plus ".log"."""
+    process = _context.Process(target=_rank_main, args=(function, args, path, {**rank_environment, **environment}))
+    process.start()
+    return process
+
+
 def leave_process_group() -> None:
     """Destroys the process group, so that the next Trainer of this rank creates a group. Collective: all ranks call it.
 

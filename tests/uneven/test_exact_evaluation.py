@@ -1,6 +1,5 @@
 """Parts of ``exact_evaluation=True`` in one process: numbers of steps, and what a shadowed step takes back."""
 
-import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from math import inf
@@ -9,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_strategies_ext.uneven.exact_evaluation import EvaluationFetcher
 from lightning_strategies_ext.uneven.step_state import MAX_ITEMS_WITH_CONTENTS, ContentsSnapshot
@@ -62,12 +63,19 @@ def steps_of(rank: int, lengths: list[list[int]], are_known: list[bool]) -> list
     return steps
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_all_ranks_run_equally_many_steps_and_each_batch_once(seed: int) -> None:
-    generator = random.Random(seed)
-    num_ranks, num_loaders = generator.randint(2, 4), generator.randint(1, 3)
-    lengths = [[generator.randint(0, 4) for _ in range(num_loaders)] for _ in range(num_ranks)]
-    are_known = [generator.random() < 0.5 for _ in range(num_loaders)]
+@st.composite
+def numbers_of_batches(draw: st.DrawFn) -> tuple[list[list[int]], list[bool]]:
+    """Draws the numbers of batches of each rank, by DataLoader, and whether those of each DataLoader are known."""
+    num_ranks, num_loaders = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    lengths = [[draw(st.integers(0, 4)) for _ in range(num_loaders)] for _ in range(num_ranks)]
+    return lengths, [draw(st.booleans()) for _ in range(num_loaders)]
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(numbers_of_batches())
+def test_all_ranks_run_equally_many_steps_and_each_batch_once(numbers: tuple[list[list[int]], list[bool]]) -> None:
+    lengths, are_known = numbers
+    num_ranks = len(lengths)
     steps = [steps_of(rank, lengths, are_known) for rank in range(num_ranks)]
     largest = [*map(max, zip(*lengths, strict=True))]
     last = max((index for index, most in enumerate(largest) if most), default=0)
