@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from math import inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from lightning.fabric.utilities.data import sized_len
@@ -17,6 +17,20 @@ from lightning_strategies_ext._lightning._patching import replace_method
 from lightning_strategies_ext._lightning.samplers import repeat_no_samples
 
 
+class EvaluationLoader(NamedTuple):
+    """A DataLoader of an evaluation, on this rank.
+
+    Attributes:
+        num_batches: Largest number of batches; infinity if there is no limit.
+        is_shard: Whether its samples are sharded without repetition.
+        is_stream: Whether it has an ``IterableDataset``, or no length.
+    """
+
+    num_batches: float
+    is_shard: bool
+    is_stream: bool
+
+
 class ExactSteps(Protocol):
     """Evaluation steps that ranks with fewer batches shadow, see :mod:`.uneven.exact_evaluation`.
 
@@ -26,9 +40,7 @@ class ExactSteps(Protocol):
 
     local: list[float]
 
-    def agree(
-        self, numbers: Sequence[float], are_shards: Sequence[bool], are_streams: Sequence[bool], *, is_sequential: bool
-    ) -> list[float] | None:
+    def agree(self, loaders: Sequence[EvaluationLoader], *, is_sequential: bool) -> list[float] | None:
         """Returns the largest number of steps of each DataLoader. Collective: all ranks call it."""
 
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
@@ -267,10 +279,11 @@ def evaluate_without_data(
         loader = loop._combined_loader
         is_sequential = loader is not None and loader._mode == "sequential"
         if exact is not None and loader is not None:
-            are_shards = [_sampler_of(each) in shards for each in loader.flattened]
-            are_streams = [sized_len(each) is None or _has_stream(each) for each in loader.flattened]
-            is_one_by_one = is_sequential or len(max_batches) == 1
-            steps = exact.agree(max_batches, are_shards, are_streams, is_sequential=is_one_by_one)
+            loaders = [
+                EvaluationLoader(number, _sampler_of(each) in shards, sized_len(each) is None or _has_stream(each))
+                for number, each in zip(max_batches, loader.flattened, strict=True)
+            ]
+            steps = exact.agree(loaders, is_sequential=is_sequential or len(loaders) == 1)
             if steps is not None:
                 max_batches[:] = steps
                 return

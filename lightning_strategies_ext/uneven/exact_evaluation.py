@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_data
+from lightning_strategies_ext._lightning.trainer_data import EvaluationLoader
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.failure.rank_status import format_ranks
@@ -130,15 +131,11 @@ class ExactEvaluation(ShadowedSteps):
         self._next_contributors: list[int] | None = None
         self._is_first_step = False
 
-    def agree(
-        self, numbers: Sequence[float], are_shards: Sequence[bool], are_streams: Sequence[bool], *, is_sequential: bool
-    ) -> list[float] | None:
+    def agree(self, loaders: Sequence[EvaluationLoader], *, is_sequential: bool) -> list[float] | None:
         """Agrees on the number of steps of each DataLoader. Collective: all ranks call it.
 
         Args:
-            numbers: Largest number of batches of each DataLoader of this rank; infinity if there is no limit.
-            are_shards: Whether the samples of each DataLoader are sharded without repetition.
-            are_streams: Whether each DataLoader has an ``IterableDataset``, or no length.
+            loaders: The DataLoaders of the evaluation, on this rank.
             is_sequential: Whether the evaluation has one DataLoader, or runs them one after the other.
 
         Returns:
@@ -146,11 +143,12 @@ class ExactEvaluation(ShadowedSteps):
             DataLoader is sharded without repetition, or has an ``IterableDataset``.
         """
         self._lengths, self.local = [], []
-        has_streams = any(are_streams) and is_sequential
-        if not any(are_shards) and not has_streams:
+        has_streams = is_sequential and any(loader.is_stream for loader in loaders)
+        if not has_streams and not any(loader.is_shard for loader in loaders):
             return None
-        known = [inf if is_stream else number for number, is_stream in zip(numbers, are_streams, strict=True)]
-        own = torch.tensor([known, [*numbers]], dtype=torch.float64, device=self._device)
+        numbers = [loader.num_batches for loader in loaders]
+        known = [inf if loader.is_stream else loader.num_batches for loader in loaders]
+        own = torch.tensor([known, numbers], dtype=torch.float64, device=self._device)
         of_ranks = self._collectives.all_gather(own).view(self._world_size, 2, -1)
         lengths = of_ranks[:, 0].tolist()
         if all(of_rank == lengths[0] for of_rank in lengths) and not has_streams:
@@ -165,7 +163,7 @@ class ExactEvaluation(ShadowedSteps):
             (rank, index)
             for rank, of_rank in enumerate(lengths)
             for index, length in enumerate(of_rank)
-            if not length and not are_shards[index] and any(each[index] for each in lengths)
+            if not length and not loaders[index].is_shard and any(each[index] for each in lengths)
         ]
         if empty:
             rank, index = empty[0]
@@ -173,7 +171,7 @@ class ExactEvaluation(ShadowedSteps):
                 f"Rank {rank} has no batch of DataLoader {index}, whose sampler is your own. Give each rank at least"
                 " one batch."
             )
-        self._lengths, self.local = lengths, [*numbers]
+        self._lengths, self.local = lengths, numbers
         # Lightning skips an evaluation without steps, so a stream that is empty on this rank has those of other ranks.
         return [most if most == inf else int(most) for most in of_ranks[:, 1].amax(0).tolist()]
 

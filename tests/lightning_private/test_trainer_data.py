@@ -269,7 +269,7 @@ class ThreeSteps:
     def __init__(self, called: list[str]) -> None:
         self.local, self.called = [2], called
 
-    def agree(self, numbers: Any, are_shards: Any, *, is_sequential: bool) -> list[int]:
+    def agree(self, loaders: Any, *, is_sequential: bool) -> list[int]:
         raise NotImplementedError
 
     def shadow(self, fetcher: Any, limit: float, *, draws_for_the_step: bool) -> Any:
