@@ -15,7 +15,6 @@ from copy import copy
 from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import trainer_stages
@@ -205,7 +204,7 @@ class WorkerGroup:
             pool = self._take_over_idle_pool(must_be_new or self._starter.forks)
             if pool is None:
                 self._rendezvous_variables = _rendezvous_environment(self._strategy)
-                reraised_types = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
+                reraised_types = (*trainer_stages.STOPS, KeyboardInterrupt)
                 wait_until_closed()  # the new workers may need the resources of the closed pools
                 starter = copy(self._starter)  # each pool has its own, because another strategy may take the pool over
                 pool = WorkerPool(self._strategy.num_processes, starter, reraised_types, inherited_task)
