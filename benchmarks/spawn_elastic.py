@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.contenders import silence_lightning
-from benchmarks.report import Spread, print_table
+from benchmarks.report import Spread, parse, print_table, write_json
 
 WIDTH = 1000
 KILLED_AT, NUM_STEPS = 30, 400
@@ -90,19 +90,23 @@ def measure(millions: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measures, and prints the tables."""
+    """Measures, prints the table, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[1], help="millions of parameters")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=7, help="runs per number of parameters")
+    arguments = parse(parser, "one run", rounds=1)
     silence_lightning()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = []
+    names = ["a step", "from the kill to the next step", "to the first step with the new worker"]
+    seconds: dict[str, dict[str, Spread]] = {}
     for millions in arguments.parameters:
         samples = [measure(millions) for _ in range(arguments.rounds)]
-        rows.append([f"{millions} M", *(Spread.of(column).text(3) for column in zip(*samples, strict=True))])
-    columns = ["parameters", "a step", "from the kill to the next step", "to the first step with the new worker"]
-    print_table("Seconds: median [quartiles]", columns, rows)
+        spreads = [Spread.of(column) for column in zip(*samples, strict=True)]
+        seconds[f"{millions} M"] = dict(zip(names, spreads, strict=True))
+    rows = [[label, *(spread.text(3) for spread in own.values())] for label, own in seconds.items()]
+    print_table("Seconds: median [quartiles]", ["parameters", *names], rows)
+    results = {label: {name: vars(spread) for name, spread in own.items()} for label, own in seconds.items()}
+    write_json(arguments.output, "spawn_elastic", {"settings": {"rounds": arguments.rounds}, "seconds": results})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ The ranks, the nets, and the method are those of :mod:`benchmarks.step_time`, ov
 difference of times within one round:
 
 - computation: Lightning on one device in each rank, which exchanges nothing.
-- hooks: the additional time of a step with all-reduces that return immediately and change nothing. With the reducer,
-  this is DDP's forward pass, its copies, and its futures. With the direct exchange, it is the hooks in autograd and the
-  copies of small gradients.
+- hooks: the additional time of a step whose all-reduces of gradients return immediately and change nothing. With the
+  reducer, this is DDP's forward pass, its copies, and its futures. With the direct exchange, it is the hooks in
+  autograd and the copies of small gradients.
 - all-reduces: the additional time of a step with these all-reduces. It includes waiting for the slower rank.
 """
 
@@ -36,7 +36,8 @@ from benchmarks.rank_launcher import run_ranks
 from benchmarks.report import Spread, of_slowest_rank, parse, print_table, write_json
 from benchmarks.step_time import ALONE, NUM_HIDDEN
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.shm.native import NativeAllReduce
+from lightning_strategies_ext.identities import FIELDS, GRADIENTS
+from lightning_strategies_ext.shm.native import AllReduceCall, NativeAllReduce
 
 #: Engine → the bucket size that selects it.
 ENGINES = {"direct": None, "reducer": 25}
@@ -44,9 +45,14 @@ ENGINES = {"direct": None, "reducer": 25}
 
 @contextmanager
 def without_all_reduces() -> Iterator[None]:
-    """Makes each native all-reduce return immediately, without a change of its tensor."""
+    """Makes each native all-reduce of gradients return immediately, without a change of its tensor."""
     begin = NativeAllReduce.begin
-    NativeAllReduce.begin = lambda self, call: True  # type: ignore[method-assign]
+
+    def begin_others(self: NativeAllReduce, call: AllReduceCall) -> bool:
+        is_of_gradients = call.identity & FIELDS[0] == GRADIENTS
+        return is_of_gradients or begin(self, call)
+
+    NativeAllReduce.begin = begin_others  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +26,7 @@ from benchmarks.contenders import (
     train_with_lightning,
 )
 from benchmarks.rank_launcher import run_ranks
-from benchmarks.report import Spread, of_slowest_rank, paired_ratio, print_table
+from benchmarks.report import Spread, of_slowest_rank, paired_ratio, parse, print_table, write_json
 from lightning_strategies_ext import DDPStrategy
 
 PLAIN, PLAIN_STREAM = "ddp_ext", "ddp_ext, stream"
@@ -63,16 +64,17 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, li
 
 
 def main() -> None:
-    """Measures, and prints the tables."""
+    """Measures, prints the tables, and writes the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="width of the hidden layers")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=150)
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=11, help="rounds per case")
+    parser.add_argument("--steps", type=int, default=150, help="timed batches per round")
+    arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     cases = [Case(hidden) for hidden in arguments.hidden]
     per_rank = run_ranks(measure, cases, arguments.rounds, Length(warmup=8, steps=arguments.steps))
     merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]
     names = list(merged[0])
+    ratios = [{f"{above} / {below}": paired_ratio(ms[above], ms[below]) for above, below in PAIRS} for ms in merged]
     print_table(
         "ms per training step, 2 CPU ranks: median [quartiles]",
         ["case", *names],
@@ -80,12 +82,20 @@ def main() -> None:
     )
     print_table(
         "Ratio of times within a round: median over rounds [quartiles]",
-        ["case", *(f"{above} / {below}" for above, below in PAIRS)],
-        [
-            [case.label, *(paired_ratio(ms[above], ms[below]).text() for above, below in PAIRS)]
-            for case, ms in zip(cases, merged, strict=True)
-        ],
+        ["case", *ratios[0]],
+        [[case.label, *(ratio.text() for ratio in own.values())] for case, own in zip(cases, ratios, strict=True)],
     )
+    results: list[dict[str, Any]] = [
+        {
+            "case": case.label,
+            "ms_per_step": {name: vars(Spread.of(ms[name])) for name in names},
+            "ratios": {name: vars(ratio) for name, ratio in own.items()},
+            "rounds_ms": ms,
+        }
+        for case, ms, own in zip(cases, merged, ratios, strict=True)
+    ]
+    settings = {"rounds": arguments.rounds, "steps": arguments.steps}
+    write_json(arguments.output, "uneven_inputs", {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":
