@@ -210,6 +210,7 @@ _PLOTS: dict[str, Callable[[Payload, Path, str], Path] | None] = {
     "dp": _dp,
     "horovod_elastic": None,
     "horovod": _horovod,
+    "spawn_elastic": None,
     "spawn": _spawn,
     "lost_rank": _lost_rank,
     "hosts": _hosts,
