@@ -6,17 +6,15 @@
 
 REV is checked out into a temporary git worktree. Each revision is measured in separate processes. Their ``sys.path``
 begins with a directory that contains the current ``benchmarks`` and the revision's package, and their cache directory
-contains the native library of the revision, which is built before the first measurement. The current program therefore
-measures both revisions; :mod:`benchmarks.names` maps its names to the names of each revision.
+contains the native library of the revision, built before the first measurement. Today's program therefore measures both
+revisions; :mod:`benchmarks.names` maps its names to those of each revision.
 
 The two revisions measure a row within seconds of each other, in an order that alternates. The ratio of a row is
 computed within a round, and the table shows its median over rounds with quartiles. Ranks are started again every few
 rounds, because one process can be slower than another for its whole lifetime. Only strategies of this package are
-measured. Some benchmarks add a control: a row that does not depend on the package, whose ratio shows the noise of the
-machine.
+measured. The ratio of a control, a row that does not depend on the package, shows the noise of the machine.
 
-Rows that one of the revisions lacks are omitted and listed by name. The worktree is removed at the end, also after
-errors, Ctrl-C, SIGTERM, and SIGHUP. After a SIGKILL, ``git worktree prune`` removes its entry.
+Rows that a revision lacks are listed. The worktree is removed at the end; after a SIGKILL, use ``git worktree prune``.
 """
 
 import argparse
@@ -260,9 +258,9 @@ def measure_part(
                     figures = {process.revision.name: process.measure(row) for process in order}
                     if number < 0:
                         continue
-                    first, second = (figures[revision.name] for revision in revisions)
-                    for name in first:
-                        samples.setdefault(name, []).append((first[name], second[name]))
+                    today, earlier = (figures[revision.name] for revision in revisions)
+                    for name, figure in today.items():
+                        samples.setdefault(name, []).append((figure, earlier[name]))
                 if number >= 0 and rows:
                     print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
             if not rows:

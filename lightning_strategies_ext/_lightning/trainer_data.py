@@ -263,13 +263,13 @@ def evaluate_without_data(
         nonlocal previous
         users = module.allow_zero_length_dataloader_with_multiple_devices
         module.allow_zero_length_dataloader_with_multiple_devices = is_allowed = users or is_predicting
-        undo = _accept_empty_streams(trainer) if exact is not None else None
-        try:
-            setup_data()
-        finally:
-            module.allow_zero_length_dataloader_with_multiple_devices = users
-            if undo is not None:
-                undo()
+        with ExitStack() as changes:
+            if exact is not None:
+                changes.callback(_accept_empty_streams(trainer))
+            try:
+                setup_data()
+            finally:
+                module.allow_zero_length_dataloader_with_multiple_devices = users
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches
