@@ -25,7 +25,9 @@ HOROVOD_OPTIONS ?= --mpi
 # pytest processes, because tests that start no process wait less.
 SHARDS ?= 5
 CHECK_SHARDS ?= 3
-PYTEST = $(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS = --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+PYTEST = $(VENV)/bin/pytest $(PYTEST_OPTIONS)
+FIRST_TIER := (not processes or representative) and not slow
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -44,7 +46,7 @@ demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
 test: $(TEST_PACKAGES) $(VENV)/.installed-horovod lint mirror
-	$(PYTEST) -m "(not processes or representative) and not slow"
+	$(PYTEST) -m "$(FIRST_TIER)"
 
 test-rest: $(TEST_PACKAGES) $(VENV)/.installed-horovod mirror
 	@rm -f $(FAILED)
@@ -139,14 +141,18 @@ CHROMIUM ?= chromium
 docs-screenshots: docs
 	$(RUN) docs/screenshots.py --chromium $(CHROMIUM)
 
-# Tests each corner of the declared versions in a temporary environment, and writes docs/versions.md. A single corner: make
-# matrix CORNERS=py310. A selection of tests, without an update of the page: TESTS=tests/pytorch/test_ddp.py.
+# Runs the tests of `make test` with each corner of the declared versions in a temporary environment, and writes
+# docs/versions.md. A single corner: make matrix CORNERS=py310. The tests of `make test-all`: ALL=1. A selection of tests,
+# without an update of the page: TESTS=tests/pytorch/test_ddp.py.
 CORNERS ?=
 TESTS ?=
+ALL ?=
 MATRIX := .nox
 matrix: export PYTHON := $(PYTHON)
 matrix: export TORCH := $(TORCH)
 matrix: export HOROVOD_OPTIONS := $(HOROVOD_OPTIONS)
+matrix: export MATRIX_TESTS := $(if $(ALL),make test-all,make test)
+matrix: export MATRIX_PYTEST_OPTIONS := $(PYTEST_OPTIONS) $(if $(TESTS),,-m "$(if $(ALL),not slow,$(FIRST_TIER))")
 matrix: $(MATRIX)/nox/bin/nox
 	$< --envdir $(MATRIX) $(if $(CORNERS),--session $(CORNERS)) -- $(TESTS)
 

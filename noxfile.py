@@ -1,12 +1,13 @@
 """Tests the oldest and newest versions that pyproject.toml declares, one session per combination: ``make matrix``.
 
-Each session creates an environment, builds Horovod, runs the whole test suite, and writes its row of
+Each session creates an environment, builds Horovod, runs the tests of ``make test``, and writes its row of
 ``docs/versions.md``. It then removes the environment, which takes up to 8 GB with torch's CUDA packages. The wheel has
 one session per extra: run ``make dist``, then ``make matrix CORNERS=wheel``.
 """
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,9 @@ TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
 # Keeps the environments for an inspection of failures.
 IS_KEEPING = bool(os.environ.get("MATRIX_KEEP"))
 HOROVOD_OPTIONS = os.environ.get("HOROVOD_OPTIONS", "--mpi").split()
+PYTEST_OPTIONS = shlex.split(os.environ.get("MATRIX_PYTEST_OPTIONS", ""))
+#: The command of the Makefile that runs the same tests.
+TESTS = os.environ.get("MATRIX_TESTS", "make test-all")
 
 nox.options.default_venv_backend = "venv"
 
@@ -69,13 +73,13 @@ def _output(*command: str) -> str | None:
 
 
 def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
-    """Installs the versions, builds Horovod, runs all tests or those of the arguments, and records the results."""
+    """Installs the versions, builds Horovod, runs the tests of the corner or those of the arguments, and records the results."""
     if not session.python:
         write_row(session, name, "--problem", f"no Python {corner.python} was found")
         session.error(f"Python {corner.python} was found neither on PATH nor in pyenv.")
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
         report, horovod_log = Path(directory, "report.xml"), Path(directory, "horovod.log")
-        findings, problem = ["--report", str(report)], "pip could not install the corner"
+        findings, problem = ["--tests", TESTS, "--report", str(report)], "pip could not install the corner"
         try:
             install(session, corner)
             problem = "the run was interrupted"
@@ -93,15 +97,13 @@ def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
                         "python",
                         "-m",
                         "pytest",
-                        "--numprocesses=2",
-                        "--dist=loadfile",
-                        "--no-loadscope-reorder",
+                        *PYTEST_OPTIONS,
                         f"--junitxml={report}",
                         *session.posargs,
                     )
                 problem = ""
             except CommandFailed as failure:
-                if failure.reason == "Returned code 1":  # all tests have run, and some have failed
+                if failure.reason == "Returned code 1":  # the tests have run, and some have failed
                     problem = ""
                 raise
         finally:

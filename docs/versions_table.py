@@ -33,13 +33,13 @@ BEGIN, END = "<!-- written by docs/versions_table.py -->", "<!-- end of what is 
 _LONGEST_REASON = 300
 
 
-def outcomes(report: Path) -> dict[str, Any]:
-    """Reads a JUnit report of pytest: returns counts, names of failed tests, and skipped tests by reason."""
+def outcomes(reports: Sequence[Path]) -> dict[str, Any]:
+    """Reads JUnit reports of pytest: returns counts, names of failed tests, and skipped tests by reason."""
     failed: list[str] = []
     skipped: dict[str, list[str]] = {}
     num_passed = 0
     seconds = 0.0
-    for suite in ElementTree.parse(report).iter("testsuite"):
+    for suite in (suite for report in reports for suite in ElementTree.parse(report).iter("testsuite")):
         seconds += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
             name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
@@ -91,7 +91,19 @@ def page(file: Path, generated: str) -> str:
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns a table with a row per corner."""
-    columns = ("corner", "Python", "torch", "Lightning", "Horovod", "passed", "failed", "skipped", "minutes", "commit")
+    columns = (
+        "corner",
+        "Python",
+        "torch",
+        "Lightning",
+        "Horovod",
+        "tests",
+        "passed",
+        "failed",
+        "skipped",
+        "minutes",
+        "commit",
+    )
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     lines += [f"| {' | '.join(_row(name, entry))} |" for name, entry in results.items()]
     return "\n".join(lines) + "\n"
@@ -109,11 +121,11 @@ def details(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     versions = [entry[key] or "none" for key in ("python", "torch", "lightning", "horovod")]
     if "passed" not in entry:
-        return [name, *versions, "not run", "", "", "", entry["commit"]]
+        return [name, *versions, "", "not run", "", "", "", entry["commit"]]
     num_skipped = sum(map(len, entry["skipped"].values()))
     passed = f"{entry['passed']} (not all run)" if "problem" in entry else entry["passed"]
     numbers = [passed, len(entry["failed"]), num_skipped, entry["minutes"]]
-    return [name, *versions, *map(str, numbers), entry["commit"]]
+    return [name, *versions, f"`{entry['tests']}`", *map(str, numbers), entry["commit"]]
 
 
 def _remarks(entry: Mapping[str, Any]) -> list[str]:
@@ -172,15 +184,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Stores the results of one corner, and writes both pages."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("corner")
-    parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
+    parser.add_argument("--tests", default="make test-all", help="the command of the Makefile that runs the same tests")
+    parser.add_argument("--report", type=Path, nargs="+", default=[], help="the JUnit reports of pytest, one per run")
     parser.add_argument("--horovod-log", type=Path, help="output of the Horovod build, if it failed")
     parser.add_argument("--problem", help="the reason why tests did not run, if any")
     given = parser.parse_args(arguments)
-    entry = environment_info(given.horovod_log)
+    entry = environment_info(given.horovod_log) | {"tests": given.tests}
     if given.problem:
         entry["problem"] = given.problem
-    if given.report is not None and given.report.exists():
-        entry |= outcomes(given.report)
+    if reports := [report for report in given.report if report.exists()]:
+        entry |= outcomes(reports)
     elif not given.problem:
         entry["problem"] = "pytest ended without a report"
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -12,7 +12,7 @@ from lightning_strategies_ext import lightning_names
 from tests.support import mirrored_repository, virtual_environments
 from tests.support.ranks import REPOSITORY, run_script
 
-#: Tests that also run with the other name of Lightning; ``make matrix CORNERS=other_name`` runs all tests.
+#: Tests that also run with the other name of Lightning; ``make matrix CORNERS=other_name ALL=1`` runs all tests.
 RUN_AGAIN = [
     "tests/pytorch/test_ddp.py",
     "tests/pytorch/test_command_line.py",

@@ -69,7 +69,7 @@ def results(pages: Path) -> Any:
 
 
 def test_each_test_counts_once_and_a_skip_keeps_its_reason(report: Path) -> None:
-    seen = versions_table.outcomes(report)
+    seen = versions_table.outcomes([report])
     assert seen["passed"] == 1
     assert sorted(name.partition("::")[2] for name in seen["failed"]) == [
         *("test_dies", "test_fails", "test_has_no_fixture", "test_passes_and_leaves_a_mess"),
@@ -84,18 +84,18 @@ def test_a_test_that_was_interrupted_counts_as_nothing(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_passes(): pass\ndef test_is_stopped(): raise KeyboardInterrupt\n")
     options = ("-p", "no:cacheprovider", "--junitxml=report.xml")
     assert run_script("-m", "pytest", *options, "test_it.py", cwd=tmp_path).returncode == 2
-    seen = versions_table.outcomes(tmp_path / "report.xml")
+    seen = versions_table.outcomes([tmp_path / "report.xml"])
     assert (seen["passed"], seen["failed"], seen["skipped"]) == (1, [], {})
 
 
 def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, report: Path) -> None:
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     before = rows(pages)
-    versions_table.main(["py310", "--report", str(report)])
+    versions_table.main(["py310", "--tests", "make test", "--report", str(report)])
     after = rows(pages)
     assert list(after) == ["py310", "py399"]
     assert after["py399"] == before["py399"]
-    assert after["py310"][4:7] == ["1", "4", "2"]
+    assert after["py310"][4:8] == ["`make test`", "1", "4", "2"]
     for page in ((pages / "versions.md").read_text(), details(pages)):
         assert page.startswith("# Versions\n\nBefore.\n\n")
         assert page.endswith("\n\nAfter.\n")
@@ -108,15 +108,20 @@ def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, 
 def test_a_corner_that_could_not_run_has_the_reason(pages: Path, tmp_path: Path) -> None:
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     versions_table.main(["py310", "--report", str(tmp_path / "there is none")])
-    assert [row[4] for row in rows(pages).values()] == ["not run", "not run"]
+    assert [row[5] for row in rows(pages).values()] == ["not run", "not run"]
     assert "Not run: no Python 3.99 was found." in details(pages)
     assert "Not run: pytest ended without a report." in details(pages)
 
 
 def test_a_run_that_ended_early_is_not_taken_for_a_whole_one(pages: Path, report: Path) -> None:
     versions_table.main(["py310", "--report", str(report), "--problem", "the run was interrupted"])
-    assert rows(pages)["py310"][4:7] == ["1 (not all run)", "4", "2"]
+    assert rows(pages)["py310"][5:8] == ["1 (not all run)", "4", "2"]
     assert "Not all tests have run: the run was interrupted." in details(pages)
+
+
+def test_the_results_of_two_runs_are_one_row(pages: Path, report: Path) -> None:
+    versions_table.main(["default", "--report", str(report), str(report)])
+    assert rows(pages)["default"][4:8] == ["`make test-all`", "2", "8", "4"]
 
 
 def test_a_corner_without_horovod_has_the_result_of_the_build(pages: Path, report: Path, tmp_path: Path) -> None:
