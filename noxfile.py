@@ -73,7 +73,7 @@ def _output(*command: str) -> str | None:
 
 
 def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
-    """Installs the versions, builds Horovod, runs the tests of the corner or those of the arguments, and records the results."""
+    """Installs the versions, builds Horovod, runs the tests (arguments can select some), and records the results."""
     if not session.python:
         write_row(session, name, "--problem", f"no Python {corner.python} was found")
         session.error(f"Python {corner.python} was found neither on PATH nor in pyenv.")
