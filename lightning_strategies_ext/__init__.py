@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.torch_distributed.compression.config import PowerSGD as PowerSGD
     from lightning_strategies_ext.torch_distributed.compression.config import TopK as TopK
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
