@@ -381,8 +381,8 @@ def known_failure() -> Failure | None:
 
 
 def lone_call_text() -> str:
-    """Returns :func:`.failure_report.lone_call_text` for the user's call in this process; empty without a monitor."""
-    return "" if _of_process is None else failure_report.lone_call_text(_of_process.observe(), _of_process.call_site())
+    """Returns sentences with the user's call in this process, if only this rank has called it; empty if not."""
+    return "" if (own := _of_process) is None else failure_report.describe_lone_call(own.observe(), own.call_site())
 
 
 def announce_uncaught(exception: BaseException) -> BaseException:

@@ -260,7 +260,7 @@ def advice_of(exception: BaseException) -> str:
 # --- ranks that have not called a collective ---
 
 
-def lone_call_text(observed: Observation, call_site: str) -> str:
+def describe_lone_call(observed: Observation, call_site: str) -> str:
     """Returns sentences with the user's call and what the other ranks did instead; empty if they may have called it."""
     others = _describe_others(observed)
     if not others:
