@@ -18,7 +18,7 @@ from lightning_strategies_ext.registry import StrategyUnavailableError
 
 P = ParamSpec("P")
 
-#: Argument in earlier versions → its name.
+#: Old name of an argument → its new name.
 _RENAMED = {
     "patience": "hang_timeout",
     "placement": "placement_strategy",

@@ -147,7 +147,7 @@ class CoordinatedStop:
         return self._agreement is not None and self._agreement.must_stop_before_evaluation_step()
 
     def must_end(self, any_rank: Callable[[bool], bool]) -> bool:
-        """Returns whether a decision whose step the ranks have reached ends more than a training that stops early.
+        """Returns whether the decision ends the whole stage (a signal), not only the training (`should_stop`).
 
         Collective: all ranks call it, after :meth:`has_decision_before_train_step` or the method for evaluation steps.
 

@@ -173,8 +173,8 @@ def pop_auto(ddp_kwargs: dict[str, Any], **others: Any) -> bool:
 
     Args:
         ddp_kwargs: Arguments of DistributedDataParallel.
-        **others: Other arguments that prevent a search, with their values; None, or "error" for ``uneven_inputs``, for
-            arguments that are not set.
+        **others: Other arguments that prevent a search, with their values. The value of an argument that is not set is
+            None; that of ``uneven_inputs`` is "error".
 
     Raises:
         ValueError: If a search is requested, and another argument prevents it or hides its result.

@@ -24,7 +24,8 @@ F = TypeVar("F", bound=Feature)
 #: Prefix of the keys of features' states.
 _PREFIX = f"{__name__.partition('.')[0]}."
 
-#: Features in the order in which strategies call them.
+#: Features in the order in which strategies call them. ``DirectExchangeFeature`` is the last, because it is not used
+#: if another feature has registered a communication hook.
 FEATURES: Final[tuple[Callable[[FeatureContext], Feature | None], ...]] = (
     Unfreezing,
     CompressionFeature.create,

@@ -5,12 +5,9 @@ import re
 from typing import Any
 
 import pytest
-from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Self, override
 
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.torch_distributed import features
-from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, run_ranks
 
@@ -25,10 +22,9 @@ def messages_of_example(is_in_use: bool) -> list[str]:
     assert code is not None
     assert line is not None
     messages: list[str] = []
-    names: dict[str, Any] = {"os": os, "Feature": Feature, "FeatureContext": FeatureContext, "Self": Self}
-    names |= {"DistributedDataParallel": DistributedDataParallel, "override": override}
-    names["rank_zero_info"] = messages.append
+    names: dict[str, Any] = {}
     exec(code[1], names)
+    names["rank_zero_info"] = messages.append
     features.FEATURES = (*features.FEATURES, eval(line[1], names))  # type: ignore[misc]
     os.environ["LIGHTNING_STRATEGIES_EXT_LOG_NORMS"] = str(int(is_in_use))
     trainer = make_trainer(DDPStrategy(), max_steps=NUM_STEPS, accumulate_grad_batches=2)

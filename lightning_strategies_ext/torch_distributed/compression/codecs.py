@@ -1,4 +1,4 @@
-"""Codecs, which sum gradients over ranks without sending all of them, and the residuals that lossy codecs keep.
+"""Codecs, which sum gradients over ranks in fewer bytes, and the residuals that lossy codecs keep.
 
 :mod:`.power_sgd` has the codec of PowerSGD.
 """
@@ -22,7 +22,7 @@ _MARGIN = 1.2
 
 
 class Codec(Protocol):
-    """Sums gradients over ranks without sending all of them."""
+    """Sums gradients over ranks in fewer bytes than the gradients have."""
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
         """Sums the gradients of some parameters, times a factor, over the ranks of a group, in place.
@@ -46,6 +46,8 @@ class Codec(Protocol):
 
 class CastCodec:
     """Codec that sums in fewer bits; implements :class:`Codec`.
+
+    It is in use if hosts have several ranks each. Otherwise :class:`.CompressedGradients` casts the gradients.
 
     Args:
         dtype: Dtype in which gradients are sent and summed.
