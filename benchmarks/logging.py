@@ -2,6 +2,7 @@
 
     python -m benchmarks.logging
     python -m benchmarks.logging --hosts              # two hosts that are network namespaces, at 1 Gbit/s; needs root
+    python -m benchmarks.logging --hosts --delays 1   # only with a relay that delays each packet by 1 ms
     python -m benchmarks.logging --quick
 
 Two CPU ranks, one torch thread each, the MLP of :mod:`benchmarks.step_time` with h=32. A step logs 0, 1, 5, or 20
@@ -9,7 +10,8 @@ values, with ``sync_dist=True`` and without. An epoch ends with 40 synchronized 
 metrics of torchmetrics. The end of an epoch takes from the end of the last validation batch to the hooks at the end of
 the validation, in which the values of all ranks are available. The slowest rank of a round counts, and ratios and
 differences are computed within a round. "Added by 20 synchronized" is the additional time of 20 values with
-``sync_dist=True`` over 20 values without.
+``sync_dist=True`` over 20 values without, for the lower quartile of the steps of each round: other processes delay a
+step over gloo by more than this time, so that the difference of two means is mostly chance.
 """
 
 import argparse
@@ -20,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,8 @@ NUM_EPOCH_KEYS = 40
 NUM_METRICS = 10
 MLP = Case(32)
 KEYS, METRICS = "40 keys", "10 metrics"
+#: Suffix of rows with the lower quartile of the steps of a training, not their mean.
+QUARTILE = ", lower quartile"
 _PORT = 29700
 _TIMEOUT_S = 1200
 
@@ -54,6 +60,25 @@ _TIMEOUT_S = 1200
 def step_label(number: int, is_synchronized: bool) -> str:
     """Returns the row of a step."""
     return f"{number} values{', synchronized' if is_synchronized else ''}"
+
+
+class EachStepTimer(StepTimer):
+    """Times each step."""
+
+    def __init__(self, length: Length) -> None:
+        super().__init__(length)
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Reads the clock from the last warm-up batch on."""
+        super().on_train_batch_end(*args)
+        if args[-1] >= self.length.warmup - 1:
+            self.ends.append(time.perf_counter())
+
+    @property
+    def lower_quartile_ms(self) -> float:
+        """Milliseconds that a quarter of the steps take at most."""
+        return Spread.of([(end - start) * 1e3 for start, end in pairwise(self.ends)]).lower_quartile
 
 
 class LogsInStep(Classifier):
@@ -111,9 +136,9 @@ class EpochEndTimer(pl.Callback):
         self.times_ms.append((time.perf_counter() - self.began_at) * 1e3)
 
     @property
-    def ms(self) -> float:
+    def spread(self) -> Spread:
         """Milliseconds per end of an epoch."""
-        return Spread.of(self.times_ms[self.NUM_WARMUP :]).median
+        return Spread.of(self.times_ms[self.NUM_WARMUP :])
 
 
 def make_trainer(strategy: str, callback: pl.Callback, **settings: Any) -> pl.Trainer:
@@ -136,23 +161,23 @@ def make_trainer(strategy: str, callback: pl.Callback, **settings: Any) -> pl.Tr
     )
 
 
-def time_steps(strategy: str, number: int, is_synchronized: bool, length: Length) -> float:
-    """Returns milliseconds per training step."""
-    timer = StepTimer(length)
+def time_steps(strategy: str, number: int, is_synchronized: bool, length: Length) -> tuple[float, float]:
+    """Returns milliseconds per training step: the mean and the lower quartile."""
+    timer = EachStepTimer(length)
     make_trainer(strategy, timer).fit(LogsInStep(number, is_synchronized), Batches(MLP, length))
-    return timer.ms_per_step
+    return timer.ms_per_step, timer.lower_quartile_ms
 
 
-def time_epoch_ends(strategy: str, content: str, length: Length) -> float:
-    """Returns milliseconds per end of a validation: one after each training batch."""
+def time_epoch_ends(strategy: str, content: str, length: Length) -> tuple[float, float]:
+    """Returns milliseconds per end of a validation, one after each training batch: the median and the quartile."""
     timer = EpochEndTimer()
     short = Length(timer.NUM_WARMUP, max(5, length.steps // 2))
     trainer = make_trainer(strategy, timer, val_check_interval=1, limit_val_batches=1)
     trainer.fit(LogsInEpoch(content), Batches(MLP, short), Batches(MLP, short))
-    return timer.ms
+    return timer.spread.median, timer.spread.lower_quartile
 
 
-def rows() -> dict[str, Callable[[str, Length], float]]:
+def rows() -> dict[str, Callable[[str, Length], tuple[float, float]]]:
     """Returns the rows of the table: label → function of the strategy and the length."""
     steps = {
         step_label(number, is_synchronized): partial(_time_steps_of, number, is_synchronized)
@@ -162,11 +187,11 @@ def rows() -> dict[str, Callable[[str, Length], float]]:
     return {**steps, **{f"end of epoch, {content}": partial(_time_ends_of, content) for content in (KEYS, METRICS)}}
 
 
-def _time_steps_of(number: int, is_synchronized: bool, strategy: str, length: Length) -> float:
+def _time_steps_of(number: int, is_synchronized: bool, strategy: str, length: Length) -> tuple[float, float]:
     return time_steps(strategy, number, is_synchronized, length)
 
 
-def _time_ends_of(content: str, strategy: str, length: Length) -> float:
+def _time_ends_of(content: str, strategy: str, length: Length) -> tuple[float, float]:
     return time_epoch_ends(strategy, content, length)
 
 
@@ -174,11 +199,11 @@ def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = T
     """Measures all rows of all contenders, round by round. Runs on every rank.
 
     Returns:
-        Contender → row → milliseconds in each round.
+        Contender → row → milliseconds in each round. Each row has another one for the lower quartile.
     """
     silence_lightning()
     length = Length(warmup=8, steps=steps)
-    ms: dict[str, dict[str, list[float]]] = {name: {label: [] for label in rows()} for name in names}
+    ms: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
     for round_index in range(rounds):
         for name in rotated(names, round_index):
             strategy, backend = CONTENDERS[name]
@@ -187,13 +212,15 @@ def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = T
             for label in rotated([*rows()], round_index):
                 gc.collect()
                 dist.barrier()
-                ms[name][label].append(rows()[label](strategy, length))
+                typical, quartile = rows()[label](strategy, length)
+                ms[name][label].append(typical)
+                ms[name][label + QUARTILE].append(quartile)
     return ms
 
 
 def added(ms: dict[str, list[float]], number: int) -> list[float]:
     """Returns the additional time of synchronizing a number of values, in each round."""
-    pairs = zip(ms[step_label(number, True)], ms[step_label(number, False)], strict=True)
+    pairs = zip(ms[step_label(number, True) + QUARTILE], ms[step_label(number, False) + QUARTILE], strict=True)
     return [synchronized - local for synchronized, local in pairs]
 
 
@@ -222,9 +249,7 @@ def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, An
 def present(title: str, summary: dict[str, Any]) -> None:
     """Prints the tables."""
     names = [*summary["ms"]]
-    table = [
-        [label, *(Spread(**summary["ms"][name][label]).text(3) for name in names)] for label in summary["ms"][STOCK]
-    ]
+    table = [[label, *(Spread(**summary["ms"][name][label]).text(3) for name in names)] for label in rows()]
     for number in (1, 5, 20):
         texts = (Spread(**summary["added_ms"][name][str(number)]).text(3) for name in names)
         table.append([f"added by {number} synchronized", *texts])
@@ -234,20 +259,26 @@ def present(title: str, summary: dict[str, Any]) -> None:
     print_table(f"{title}: ms per step, or per end of an epoch", ["row", *names], table)
     contenders = [*summary["times_stock"]]
     ratios = [
-        [label, *(Spread(**summary["times_stock"][name][label]).text() for name in contenders)]
-        for label in summary["ms"][STOCK]
+        [label, *(Spread(**summary["times_stock"][name][label]).text() for name in contenders)] for label in rows()
     ]
     print_table(f"{title}: times the speed of {STOCK}", ["row", *contenders], ratios)
 
 
-def measure_on_hosts(names: list[str], rounds: int, steps: int, rate: float) -> list[dict[str, Any]]:
+def measure_on_hosts(names: list[str], rounds: int, steps: int, rate: float, delay_ms: float) -> list[dict[str, Any]]:
     """Runs :func:`measure` in one rank on each of two hosts, over gloo.
+
+    Args:
+        names: Contenders.
+        rounds: Rounds per row.
+        steps: Timed steps per training.
+        rate: Megabits per second between the hosts.
+        delay_ms: Milliseconds that each packet takes longer.
 
     Raises:
         RuntimeError: If a rank has failed.
     """
     with tempfile.TemporaryDirectory() as name:
-        with network_namespaces.hosts(2, Path(name)) as hosts:
+        with network_namespaces.hosts(2, Path(name), delay_ms=delay_ms) as hosts:
             ranks = []
             for node, host in enumerate(hosts):
                 host.set_rate(rate)
@@ -285,6 +316,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48, help="timed steps per training")
     parser.add_argument("--hosts", action="store_true", help="measure on two hosts, which are network namespaces")
     parser.add_argument("--rate", type=float, default=1000.0, help="megabits per second between these hosts")
+    parser.add_argument(
+        "--delays", type=float, nargs="+", default=[0.0, 1.0], help="milliseconds by which a relay delays each packet"
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parse(parser, "two rounds of 12 steps", rounds=2, steps=12)
     if arguments.rank:
@@ -292,14 +326,19 @@ def main() -> None:
         return
     numbers = arguments.rounds, arguments.steps
     settings: dict[str, Any] = {"rounds": arguments.rounds, "steps": arguments.steps}
-    if arguments.hosts:
-        per_rank = measure_on_hosts([STOCK, EXT_OVER_GLOO], *numbers, arguments.rate)
-        title, name, settings["rate"] = f"two hosts, {arguments.rate:g} Mbit/s", "logging_hosts", arguments.rate
-    else:
-        per_rank, title, name = run_ranks(measure, [*CONTENDERS], *numbers), "one host", "logging"
-    summary = summarize(per_rank)
-    present(title, summary)
-    write_json(arguments.output, name, {"settings": settings, "results": summary})
+    if not arguments.hosts:
+        summary = summarize(run_ranks(measure, [*CONTENDERS], *numbers))
+        present("one host", summary)
+        write_json(arguments.output, "logging", {"settings": settings, "results": summary})
+        return
+    summaries = {}
+    for delay_ms in arguments.delays:
+        title = f"two hosts, {arguments.rate:g} Mbit/s" + (f", delayed by {delay_ms:g} ms" if delay_ms else "")
+        per_rank = measure_on_hosts([STOCK, EXT_OVER_GLOO], *numbers, arguments.rate, delay_ms)
+        summaries[title] = summarize(per_rank)
+        present(title, summaries[title])
+    settings["rate"] = arguments.rate
+    write_json(arguments.output, "logging_hosts", {"settings": settings, "results": summaries})
 
 
 if __name__ == "__main__":

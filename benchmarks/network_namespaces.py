@@ -3,8 +3,9 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -71,13 +72,20 @@ H = TypeVar("H", bound=Host)
 
 
 @contextmanager
-def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H]]:  # type: ignore[assignment]
+def hosts(
+    number: int,
+    directory: Path,
+    kind: type[H] = Host,  # type: ignore[assignment]
+    delay_ms: float = 0.0,
+) -> Iterator[list[H]]:
     """Creates connected hosts, for the duration of the context.
 
     Args:
         number: Number of hosts. Two hosts are connected directly, more hosts by a switch.
         directory: Directory of the file with their names.
         kind: Class of the hosts.
+        delay_ms: Milliseconds that each packet takes longer: two hosts are then connected by
+            :mod:`benchmarks.delay_relay`.
 
     Raises:
         NoHostsError: If this machine permits no network namespaces.
@@ -88,12 +96,15 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
     names, prefix = directory / "hosts", f"lse-{os.getpid()}-{next(_numbers)}"
     made = [kind(f"{prefix}-{index}", address_of(index), names) for index in range(number)]
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in made))
-    switch = f"{prefix}-switch"
+    switch, relay = f"{prefix}-switch", ExitStack()
     try:
         try:
             for host in made:
                 run("ip", "netns", "add", host.name)
-            _join(made, switch)
+            if delay_ms:
+                relay.enter_context(_delay(made, delay_ms))
+            else:
+                _join(made, switch)
             for host in made:
                 run(*f"ip -n {host.name} address add {host.address}/24 dev eth0".split())
                 run(*f"ip -n {host.name} link set lo up".split())
@@ -107,6 +118,7 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
     finally:
         for host in made:
             host.kill_all()
+        relay.close()
         for name in [host.name for host in made] + [switch]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
@@ -114,6 +126,20 @@ def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H
 def address_of(index: int) -> str:
     """Returns the address of a host."""
     return f"{_NETWORK}.{index + 1}"
+
+
+@contextmanager
+def _delay(made: Sequence[Host], delay_ms: float) -> Iterator[None]:
+    first, second = (host.name for host in made)
+    command = [sys.executable, "-m", "benchmarks.delay_relay", str(delay_ms), first, second]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                raise subprocess.CalledProcessError(process.wait(), command, stderr=process.communicate()[1])
+            yield
+        finally:
+            process.kill()
 
 
 def _join(made: Sequence[Host], switch: str) -> None:

@@ -16,8 +16,8 @@ from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.shm.executor import close_all
 from lightning_strategies_ext.torch_distributed import process_group
 
-# Classes of backends whose collectives fail when connections close. Whether torch can abort them depends on its
-# version.
+# Classes of backends whose collectives fail when connections close. `abort` and `shutdown` of ProcessGroupGloo do
+# nothing: it inherits them from `Backend` (torch 2.13 to 2.15). A rank that waits in an all-reduce continues to wait.
 _NOT_ABORTED = ("ProcessGroupGloo", "GlooFallback", "ShmProcessGroup", "RecordedShmProcessGroup")
 
 
