@@ -57,12 +57,14 @@ _PACKAGE: Final = __name__.partition(".")[0]
 _PASSED: Final = ("torch.distributed", "torch._ops")
 #: Modules from which DDP calls its process group: in the forward pass, and in the backward pass.
 DDP_MODULES: Final = ("torch.nn.parallel", "torch.autograd.graph")
+_active: Final = ExitStack()
 
 
 def intercept_calls(before: Callable[[str, Any], None], excluded: Sequence[str]) -> Callable[[], None]:
     """Makes a function run before each collective of torch.distributed, on any thread.
 
-    Calls of this package are excluded, and so are collectives between two ranks, and calls while torch traces.
+    Calls of this package are excluded, and so are messages from one rank to another, and calls while torch traces.
+    Ends an earlier interception.
 
     Args:
         before: Function that receives the description of a collective and the process group.
@@ -77,7 +79,9 @@ def intercept_calls(before: Callable[[str, Any], None], excluded: Sequence[str])
         if not is_tracing() and not _is_in(caller, (_PACKAGE, *excluded)):
             before(_describe(name, args, op, root), group)
 
+    _active.close()  # the calls of a strategy before this one
     undo = ExitStack()
+    _active.callback(undo.close)
     library = torch.library.Library("c10d", "IMPL")
     undo.callback(library._destroy)
     for name, operator in _operators():
