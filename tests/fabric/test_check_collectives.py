@@ -1,5 +1,6 @@
 """Fabric with ``check_collectives=True``: ranks that call different collectives raise an error with both calls."""
 
+import re
 from typing import Any
 
 import pytest
@@ -60,15 +61,16 @@ def test_every_rank_names_both_calls(backend: str) -> None:
     for outcome in outcomes_of_ranks(train, backend, "shape"):
         assert "RankDisagreementError: The ranks do not call the same collectives: " in outcome.error, outcome
         for rank, size in enumerate((2, 3)):
-            text = f"rank {rank} calls torch.distributed's all_reduce (sum) of a tensor of shape [{size}] and dtype float32"
-            assert f"{text}, at `all_reduce` in call_torch (" in outcome.error
+            text = f"all_reduce (sum) of a tensor of shape [{size}] and dtype float32, at `all_reduce` in call_torch ("
+            assert f"rank {rank} calls torch.distributed's {text}" in outcome.error
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_call_of_one_rank_is_compared_with_the_backward_pass(backend: str) -> None:
     for outcome in outcomes_of_ranks(train, backend, "lone"):
-        assert "he ranks do not call the same collectives: rank 0 calls " in outcome.error, outcome
+        # Over shm, the process group compares the exchange of gradients by itself.
+        assert re.search("[Tt]he ranks do not call the same collectives: rank 0 ", outcome.error), outcome
         assert "at `backward` in" in outcome.error
         assert "at `all_reduce` in call_torch (" in outcome.error
 
