@@ -24,8 +24,8 @@ class ChecksOptions:
             the gradients over the ranks that have a loss, see :mod:`.pytorch.step_losses`.
         nonfinite_loss: Reaction to a loss that is NaN or infinite: "ignore"; "error" on all ranks, with the module that
             has computed it; "skip" treats the rank as one without a loss.
-        check_collectives: Whether ranks compare each collective of this package before it starts, for debugging. Each
-            comparison is one all-gather of 1 KiB, and reads the stack.
+        check_collectives: Whether ranks compare each collective before it starts, including your own
+            ``torch.distributed`` calls, for debugging. Each comparison is one all-gather of 1 KiB, and reads the stack.
 
     Raises:
         TypeError: If ``excluded_fields`` is no sequence of strings, or ``check_collectives`` is no bool.

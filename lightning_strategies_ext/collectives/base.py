@@ -366,6 +366,11 @@ def names_excluded_from_ddp(module: torch.nn.Module) -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def describe_tensor(tensor: Tensor) -> str:
+    """Returns the shape and the dtype of a tensor, for messages."""
+    return f"a tensor of shape {list(tensor.shape)} and dtype {str(tensor.dtype).removeprefix('torch.')}"
+
+
 class _AllGather(torch.autograd.Function):
     """All-gather whose backward all-reduces, because gloo has no reduce-scatter of its own."""
 

@@ -71,6 +71,8 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             ranks then exit with an error that contains their stacks. With None, only ``timeout`` applies.
         compression: Compression of gradients: "bf16" or "fp16". Other compressions have a state, which only the Trainer
             manages.
+        check_collectives: Whether ranks compare each collective before it starts, including your own
+            ``torch.distributed`` calls, for debugging. Each comparison is one all-gather of 1 KiB, and reads the stack.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -99,6 +101,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         process_group_options: Any | None = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         compression: Literal["bf16", "fp16"] | BFloat16 | Float16 | None = None,
+        check_collectives: bool = False,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
@@ -132,6 +135,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             timeout=timeout,
             start_method=start_method,
             hang_timeout=hang_timeout,
+            check_collectives=check_collectives,
         )
         self._ddp_kwargs = kwargs
         self._process_group_options = process_group_options

@@ -59,6 +59,8 @@ class HorovodStrategy(ParallelStrategy):
         broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
             each rank trains with its own buffers, and receives rank 0's at the first call of a module after
             ``module.eval()``, and before a checkpoint. All ranks must make this call.
+        check_collectives: Whether ranks compare each collective of the strategy before it starts, for debugging. Each
+            comparison is one all-gather of 1 KiB, and reads the stack.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
@@ -85,6 +87,7 @@ class HorovodStrategy(ParallelStrategy):
         process_set: Any = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
+        check_collectives: bool = False,
     ) -> None:
         if op == "adasum":
             raise ValueError(
@@ -112,6 +115,7 @@ class HorovodStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             hang_timeout=hang_timeout,
+            check_collectives=check_collectives,
         )
         self._num_nodes = 1
         self._broadcast_buffers = broadcast_buffers

@@ -9,7 +9,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ from lightning_strategies_ext.arguments import (
     check_hang_timeout,
 )
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
+from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.collective_comparison import compare_collectives
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.fabric.exact_evaluation import ExactLoader
@@ -47,6 +49,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         cluster_environment: Source of ranks and addresses; detected if None.
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``; None
             for no limit.
+        check_collectives: Whether ranks compare each collective before it starts, for debugging.
         **kwargs: Further arguments of the next base class.
 
     Attributes:
@@ -62,8 +65,10 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         *args: Any,
         cluster_environment: ClusterEnvironment | None,
         hang_timeout: float | timedelta | None,
+        check_collectives: bool = False,
         **kwargs: Any,
     ) -> None:
+        self._check_collectives = check_flag("check_collectives", check_collectives)
         self._hang_timeout_s = check_hang_timeout(hang_timeout)
         self._stage_context = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
@@ -225,6 +230,9 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         self._stage_context.start_failure_monitor(abort, progress, self._hang_timeout_s, get_exit_code, self._fail_with)
         assert self._stage_context.failure_monitor is not None
         self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
+        if self._check_collectives:
+            self._stage_context.agreement = ExitStack()
+            self._stage_context.agreement.callback(compare_collectives(self._stage_context, has_batches=False))
 
     def _fail_with(self, exception: BaseException) -> BaseException:
         explained = self.explain_exception(exception)

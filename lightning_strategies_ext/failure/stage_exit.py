@@ -42,6 +42,7 @@ class StageExitHandler:
     def __init__(self, monitor: FailureMonitor, *, ends_with_process: bool) -> None:
         self.monitor = monitor
         self.reason: str | None = None
+        self._exits: StageExits | None = None
         self._ends_with_process = ends_with_process
         self._is_closed = False
         self._grace_s = collective_grace_s(monitor.observe())
@@ -65,7 +66,10 @@ class StageExitHandler:
             observed = self.monitor.observe()
             exits = merge_stage_exits(observed.statuses.values(), observed.own.stage)
             if exits is not None:
-                self._set_reason(exits, call_site_of_exception(exception))
+                self._set_reason(exits, "")
+        # The monitor may read the stack of this thread after the exception has left the user's call.
+        if self._exits is not None and (site := call_site_of_exception(exception)):
+            self.reason = self._describe(self._exits, site)
         return self.reason
 
     def wait_for_others(self) -> list[int]:
@@ -99,16 +103,19 @@ class StageExitHandler:
             self.monitor.policy.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits, call_site: str) -> None:
+        self._exits, self.reason = exits, self._describe(exits, call_site)
+        self.monitor.announce_stage_exit(has_failed=True)
+
+    def _describe(self, exits: StageExits, call_site: str) -> str:
         others, has = format_ranks(exits.ranks, exits.num_ranks), "has" if exits.num_ranks == 1 else "have"
         rank = self.monitor.rank
-        self.reason = (
+        return (
             f"rank {rank} is waiting in a collective for {others}, which {has} already finished this stage."
             + (f" Rank {rank} waits at {call_site}." if call_site else "")
             + " The ranks processed different numbers of batches or took different code paths. Give"
             " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`), and call"
             " collectives on all ranks."
         )
-        self.monitor.announce_stage_exit(has_failed=True)
 
 
 def _wait_for_others_at_exit(handler: StageExitHandler) -> None:

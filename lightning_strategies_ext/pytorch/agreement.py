@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.checks import ChecksOptions, argument_on_losses
+from lightning_strategies_ext.collective_comparison import compare_collectives
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.pytorch.collective_comparison import compare_collectives
 from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
@@ -41,11 +41,11 @@ def start_agreement(
         has_equal_models: Whether the models of the ranks are equal; otherwise, they are not compared after an epoch.
     """
     context.end_agreement()
+    stack = context.agreement = ExitStack()
     if context.size > 1 and checks.check_collectives:
-        compare_collectives(context)
+        stack.callback(compare_collectives(context, has_batches=True))
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    stack = context.agreement = ExitStack()
     if argument_on_losses(checks) is not None:
         stack.callback(StepLosses(trainer, context, collectives, device, checks).close)
     if context.size == 1:
