@@ -98,8 +98,12 @@ class Feature:
     def after_rebuild(self, model: DistributedDataParallel) -> None:
         """Continues after DDP was rebuilt. Collective: all ranks call it."""
 
-    def synchronize(self) -> None:
-        """Makes the models of all ranks equal, before evaluations, checkpoints, and the end. Collective."""
+    def synchronize(self, averages: Iterable[Module]) -> None:
+        """Makes the models of all ranks equal, before evaluations, checkpoints, and the end. Collective.
+
+        Args:
+            averages: Modules that hold averages of the model.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, with which all ranks continue. Collective: all ranks call it."""
