@@ -6,7 +6,6 @@ them. This module is the front end for ranks that torchrun starts.
 
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +16,7 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.elastic.arguments import check_commit_interval
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, FdStoreClient, TorchrunJob
-from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
+from lightning_strategies_ext.elastic.fit import next_fit_number
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
 from lightning_strategies_ext.elastic.torchrun_membership import TorchrunMembership
@@ -70,7 +69,6 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
             )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
-        self._fit: ElasticFit | None = None
         self._membership: TorchrunMembership | None = None
         self._job = self._find_job()
         self._fd_store: FdStoreClient | None = None
@@ -117,8 +115,9 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         number = next_fit_number()
         rank_info = self.global_rank, self.world_size, self.local_rank, self.num_processes
         commit = MemfdCommit(self._fd_store, number, *rank_info)
-        own_member = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.steps_done)
-        own_member = own_member if commit.batches >= 0 else replace(own_member, fit_number=0)
+        fit_number = number if commit.batches >= 0 else 0  # without a commit
+        peer = Peer.this_process(self.global_rank)
+        own_member = Member(peer, fit_number, commit.batches, commit.step, commit.steps_done)
         self._membership = TorchrunMembership(
             [self.collectives.broadcast(own_member, rank) for rank in range(self.world_size)]
         )
