@@ -6,7 +6,7 @@ them. This module is the front end for ranks that torchrun starts.
 
 import os
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -38,6 +38,8 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         commit_every_n_steps: Number of optimizer steps between commits, which ranks restore after a failure; 100 if
             None.
         scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        uneven_inputs: Reaction to different numbers of training batches. "stop" ends the epoch with the first rank that
+            runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         **kwargs: Arguments of :class:`.DDPStrategy` except ``start_method``.
 
     Raises:
@@ -58,6 +60,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         *args: Any,
         commit_every_n_steps: int | None = None,
         scale_learning_rate: bool = False,
+        uneven_inputs: Literal["stop", "join"] = "join",
         **kwargs: Any,
     ) -> None:
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
@@ -67,8 +70,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
                 f"`start_method={kwargs['start_method']!r}`: torchrun starts the ranks of {type(self).__name__}. Omit"
                 " the argument, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
             )
-        kwargs.setdefault("uneven_inputs", "join")
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, uneven_inputs=uneven_inputs, **kwargs)  # type: ignore[misc]  # not among `args`
         self._membership: TorchrunMembership | None = None
         self._job = self._find_job()
         self._fd_store: FdStoreClient | None = None

@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -45,8 +45,7 @@ CONNECT_S = 10.0
 class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     """Data parallelism in workers on one host, with a ``fit`` that continues after the exit of a worker.
 
-    ``uneven_inputs`` is "join" by default and may be "stop". Other stages run as in :class:`.DDPSpawnStrategy`. The
-    workers end after ``fit``.
+    Other stages run as in :class:`.DDPSpawnStrategy`. The workers end after ``fit``.
 
     Args:
         *args: Arguments of :class:`.DDPSpawnStrategy`.
@@ -57,6 +56,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         max_restarts: Maximum number of restarts within ``restart_window``, beyond which ``fit`` fails; 3 if None.
         restart_window: Time window of ``max_restarts``, in seconds or as a ``timedelta``.
         scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        uneven_inputs: Reaction to different numbers of training batches. "stop" ends the epoch with the first rank that
+            runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         **kwargs: Arguments of :class:`.DDPSpawnStrategy`. After ``hang_timeout``, the hung worker is killed and
             replaced.
 
@@ -82,6 +83,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         max_restarts: int | None = None,
         restart_window: float | timedelta = 600.0,
         scale_learning_rate: bool = False,
+        uneven_inputs: Literal["stop", "join"] = "join",
         **kwargs: Any,
     ) -> None:
         if elastic is not True:
@@ -94,8 +96,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             check_seconds("restart_window", restart_window),
             leaves_by=(SIGTERMException, JoinError),
         )
-        kwargs.setdefault("uneven_inputs", "join")
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, uneven_inputs=uneven_inputs, **kwargs)
         if self._start_method == "fork":
             raise ValueError(
                 "`start_method='fork'` cannot be combined with `elastic=True`: workers are restarted during training,"
