@@ -34,7 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code. ``doctor``: 0 if no registered strategy has an error, otherwise 1. ``install-horovod``: 0 if
         Horovod works, 1 if a step has failed, 2 if a requirement of the build is missing.
     """
-    parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="lightning-strategies-ext",
+        description="Prints the environment and which strategies can run in it, or builds Horovod.",
+        epilog="Exit codes of doctor: 0 if no registered strategy has an error, otherwise 1. Of install-horovod: 0 if"
+        " Horovod works, 1 if a step has failed, 2 if a requirement of the build is missing.",
+    )
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser(
         "doctor", help="print the environment and which strategies can run in it (the default)"

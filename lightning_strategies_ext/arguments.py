@@ -2,30 +2,17 @@
 
 import platform
 import socket
-from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.multiprocessing
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from typing_extensions import ParamSpec
 
 from lightning_strategies_ext.launch.processes.process_settings import is_interactive
 from lightning_strategies_ext.registry import StrategyUnavailableError
 
-P = ParamSpec("P")
-
-#: Old name of an argument → its new name.
-_RENAMED = {
-    "patience": "hang_timeout",
-    "placement": "placement_strategy",
-    "take_turns": "sequential",
-    "directory": "dirpath",
-    "picture": "plot",
-}
 #: Method that starts the other processes of a host.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 #: Default timeout of the rendezvous and of every collective.
@@ -49,40 +36,6 @@ def check_hang_timeout(hang_timeout: Any) -> float | None:
     """
     advice = " None lets ranks wait indefinitely."
     return None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, advice)
-
-
-def rejects_old_names(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Returns a constructor that rejects arguments by their names in earlier versions, with the same signature.
-
-    It raises a TypeError that contains the present name. Constructors that pass ``**kwargs`` to such a constructor need
-    no decorator.
-    """
-
-    @wraps(constructor)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() & _RENAMED.keys():
-            kind = type(args[0]).__name__
-            raise TypeError(f"`{kind}({name}=...)`: the argument was renamed. Use `{_RENAMED[name]}=...`.")
-        constructor(*args, **kwargs)
-
-    return checked
-
-
-class RenamedAttribute:
-    """Method or property of a strategy under its name in earlier versions: an access raises an AttributeError.
-
-    Args:
-        name: Its present name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __set_name__(self, owner: type, old_name: str) -> None:
-        self._old_name = old_name
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"`{owner.__name__}.{self._old_name}` was renamed. Use `{self._name}`.")
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

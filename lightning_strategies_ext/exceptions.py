@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from lightning_strategies_ext.renamed import RenamedAttribute
+
 if TYPE_CHECKING:
     from lightning_strategies_ext.failure.rank_status import Failure
 
@@ -37,6 +39,8 @@ class RankFailedError(RuntimeError):
     Attributes:
         is_hang: Whether the other rank hangs, so that it has to be killed.
     """
+
+    is_stuck = RenamedAttribute("is_hang")
 
     def __init__(self, message: str, is_hang: bool = False) -> None:
         super().__init__(message)

@@ -16,6 +16,9 @@ from lightning_strategies_ext.lightning_names import (
     LightningName,
     name_for_module,
 )
+from lightning_strategies_ext.renamed import renamed_in_module
+
+__getattr__ = renamed_in_module(__name__, {"UnavailableHereError": "StrategyUnavailableError"})
 
 
 class StrategyUnavailableError(RuntimeError):

@@ -30,6 +30,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
 from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 from lightning_strategies_ext.uneven.control import GradientExchange, UnevenInputs, UnevenInputsController
+from lightning_strategies_ext.uneven.exact_evaluation import StepValues
 from lightning_strategies_ext.uneven.shadowing import ShadowedSteps
 
 #: Seconds that a rank whose collective has lost a peer waits for the reason: from its own host, and from other hosts.
@@ -228,25 +229,24 @@ class StageContext:
         self._stage_exit_handler = StageExitHandler(self.failure_monitor, ends_with_process=is_job)
 
     def start_uneven_inputs(
-        self, mode: UnevenInputs, trainer: "pl.Trainer", device: torch.device
-    ) -> Callable[[Tensor], bool] | None:
+        self, mode: UnevenInputs, trainer: "pl.Trainer", values: StepValues, device: torch.device
+    ) -> None:
         """Starts the handling of uneven inputs in ``fit``. Collective: all ranks call it.
 
         Args:
             mode: Reaction to uneven inputs.
             trainer: The Trainer.
+            values: Logged values of the stage, which leave out the ranks that repeat a step.
             device: Device of the small tensors that ranks exchange for it.
-
-        Returns:
-            Function that returns whether ranks without batches may repeat the current step, so that a tensor is reduced
-            over the other ranks; None if no rank does.
         """
+        values.is_shadowed = None
         if self.size == 1:
-            return None
+            return
         inputs = self.uneven_inputs = self.shadowed_steps = UnevenInputsController(
             mode, trainer, self.collectives, self.gradient_exchange, self.rank, self.size, device
         )
-        return (lambda tensor: inputs.handles_reduce(tensor, None)) if mode == "join" else None
+        if mode == "join":
+            values.is_shadowed = lambda tensor: inputs.handles_reduce(tensor, None)
 
     # --- the store ---
 

@@ -116,17 +116,3 @@ def test_packages_without_lightning_can_be_imported_where_it_is_missing():
     program = "import sys; sys.modules['lightning'] = None; import importlib; [importlib.import_module(n) for n in "
     result = subprocess.run([sys.executable, "-c", f"{program}{names}]"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("DifferentModelsError", "ModelMismatchError"),
-        ("ResultsError", "ResultTransferError"),
-        ("WorldTooSmallError", "TooFewRanksError"),
-    ],
-)
-def test_the_import_of_a_renamed_exception_names_the_new_one(old: str, new: str):
-    with pytest.raises(ImportError, match=f"`lightning_strategies_ext.{old}` was renamed. Use `{new}`."):
-        exec(f"from lightning_strategies_ext import {old}")
-    exec(f"from lightning_strategies_ext import {new}")

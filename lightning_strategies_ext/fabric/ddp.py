@@ -24,12 +24,12 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     check_start_method,
     check_start_method_interactive,
-    rejects_old_names,
 )
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
+from lightning_strategies_ext.renamed import rejects_old_names
 from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress, TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.config import (

@@ -13,9 +13,10 @@ from torch.nn import DataParallel, Module
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.arguments import check_plugins, rejects_old_names
+from lightning_strategies_ext.arguments import check_plugins
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.registry import describe, register_strategies
+from lightning_strategies_ext.renamed import rejects_old_names
 from lightning_strategies_ext.replication.gathering import reduce_replicas
 from lightning_strategies_ext.replication.module import (
     ReplicatedModule,

@@ -1,6 +1,6 @@
 """HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``."""
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from lightning_strategies_ext.arguments import (
     check_devices,
     check_not_interactive,
     check_plugins,
-    rejects_old_names,
 )
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
@@ -35,6 +34,7 @@ from lightning_strategies_ext.horovod.gradient_exchange import HorovodGradientEx
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.horovod.synchronize import HorovodProgress
+from lightning_strategies_ext.renamed import rejects_old_names
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
@@ -327,7 +327,5 @@ class _HorovodBackwardSync(strategy_parts.BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        if enabled and id(module) in self.exchanges:
-            stack.enter_context(self.exchanges[id(module)].no_sync())
-        return stack
+        exchange = self.exchanges.get(id(module)) if enabled else None
+        return nullcontext() if exchange is None else exchange.no_sync()

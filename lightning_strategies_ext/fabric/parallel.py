@@ -17,25 +17,22 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
 from torch import Tensor
 from torch.distributed import Store
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning.samplers import share_orders
+from lightning_strategies_ext._lightning.samplers import repeat_no_samples, share_orders
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import (
-    RenamedAttribute,
-    barrier_name,
-    check_hang_timeout,
-)
+from lightning_strategies_ext.arguments import barrier_name, check_hang_timeout
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collective_comparison import compare_collectives
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
-from lightning_strategies_ext.fabric.exact_evaluation import ExactLoader
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
 from lightning_strategies_ext.registry import describe, register_strategies
+from lightning_strategies_ext.renamed import RenamedAttribute
 from lightning_strategies_ext.stage_context import StageContext
 
 T = TypeVar("T")
@@ -206,9 +203,8 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
             yield stop.has_decision_before_train_step
         finally:
             context.leave(is_over=False)
-            signal.signal(
-                signum, signal.SIG_DFL if previous_handler is None else previous_handler
-            )  # None is a handler of C code
+            # None stands for a handler of C code.
+            signal.signal(signum, signal.SIG_DFL if previous_handler is None else previous_handler)
         if stop.was_requested:
             stop.was_requested = False
             signal.raise_signal(signum)
@@ -238,3 +234,35 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         explained = self.explain_exception(exception)
         self.announce_failure(explained)
         return explained
+
+
+class ExactLoader:
+    """DataLoader that returns each sample on one rank only, so that ranks may have different numbers of batches.
+
+    It forwards all other attributes to the DataLoader.
+
+    Args:
+        loader: DataLoader with a distributed sampler, which is changed.
+        before_iteration: Function that is called when an iteration begins, on all ranks.
+    """
+
+    def __init__(self, loader: Any, before_iteration: Callable[[], None]) -> None:
+        self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does
+        self.inner = loader
+        self._before_iteration = before_iteration
+        for owner in (loader, getattr(loader, "batch_sampler", None)):
+            sampler = getattr(owner, "sampler", None)
+            if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+                repeat_no_samples(sampler)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._before_iteration()
+        return iter(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)

@@ -13,10 +13,10 @@ from lightning_strategies_ext._lightning import trainer_decisions
 from lightning_strategies_ext.checks import ChecksOptions, argument_on_losses
 from lightning_strategies_ext.collective_comparison import compare_collectives
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.pytorch.early_stop import EarlyStop
 from lightning_strategies_ext.pytorch.epoch_checks import EpochChecks
 from lightning_strategies_ext.pytorch.monitored_values import MonitoredValues
 from lightning_strategies_ext.pytorch.step_losses import StepLosses
+from lightning_strategies_ext.pytorch.stopping import EarlyStop
 from lightning_strategies_ext.stage_context import StageContext
 
 

@@ -54,7 +54,7 @@ def resolve_exchange(
     checks: ChecksOptions | None,
     *,
     is_elastic: bool,
-) -> tuple[GradientSyncOptions, bool]:
+) -> GradientSyncOptions:
     """Checks the arguments of the gradient exchange in DDP.
 
     Args:
@@ -66,7 +66,7 @@ def resolve_exchange(
         is_elastic: Whether ranks may change during ``fit``.
 
     Returns:
-        Configuration of the exchange, and whether the bucket size is searched.
+        Configuration of the exchange.
 
     Raises:
         TypeError: If an argument is unknown or has the wrong type.
@@ -75,7 +75,7 @@ def resolve_exchange(
     check_ddp_kwargs(ddp_kwargs, may_search=True)
     others = {"ddp_comm_hook": hook[1], "compression": compression, "uneven_inputs": uneven_inputs}
     tunes_buckets = pop_auto(ddp_kwargs, **others)
-    options = GradientSyncOptions(*hook, resolve_compression(compression))
+    options = GradientSyncOptions(*hook, resolve_compression(compression), tunes_buckets)
     if is_elastic:  # first, because the next checks would recommend or name a mode that elastic training sets
         check_elastic_compatible(uneven_inputs, options.model_averaging_argument)
         check_checks(checks, is_elastic=True)
@@ -84,7 +84,7 @@ def resolve_exchange(
     given |= {"ddp_comm_hook": options.comm_hook, "uneven_inputs": uneven_inputs if uneven_inputs == "join" else None}
     conflicts = (f"{name}={value!r}" for name, value in given.items() if value)
     check_can_skip(checks, options.model_averaging_argument, *conflicts)
-    return options, tunes_buckets
+    return options
 
 
 def check_callbacks(trainer: "pl.Trainer | None") -> None:

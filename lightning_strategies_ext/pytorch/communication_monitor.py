@@ -25,7 +25,6 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext._system.gpu_sync import device_clock
 from lightning_strategies_ext._system.peers import host_identity
-from lightning_strategies_ext.arguments import rejects_old_names
 from lightning_strategies_ext.checks import check_flag, check_int
 from lightning_strategies_ext.monitoring.advice import JobTraits, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged_metrics, times_of
@@ -34,6 +33,7 @@ from lightning_strategies_ext.monitoring.records import Window
 from lightning_strategies_ext.monitoring.step_recorder import StepRecorder
 from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.renamed import RenamedAttribute, rejects_old_names
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.exchange_timer import DDPExchangeTimer
 
@@ -94,6 +94,8 @@ class CommunicationMonitor(Callback):
         trainer = Trainer(strategy="ddp_ext", devices=2, callbacks=[CommunicationMonitor()])
         trainer.fit(model)
     """
+
+    times = RenamedAttribute("rank_times")
 
     @rejects_old_names
     def __init__(
@@ -374,13 +376,12 @@ def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
 
 
 def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> JobTraits:
-    strategy = trainer.strategy
-    is_ext_strategy = isinstance(strategy, ParallelStrategy)
-    model = strategy.model
+    strategy = trainer.strategy if isinstance(trainer.strategy, ParallelStrategy) else None
+    model = trainer.strategy.model
     return JobTraits(
-        compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
+        compressions=() if strategy is None else strategy.cheaper_compressions,
         num_buckets=DDPExchangeTimer(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
         num_hosts=len({window.host for window in windows}),
-        is_compressed=isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None,
-        is_stock=not is_ext_strategy and isinstance(model, DistributedDataParallel),
+        is_compressed=strategy is not None and strategy.num_bytes_exchanged is not None,
+        is_stock=strategy is None and isinstance(model, DistributedDataParallel),
     )

@@ -45,6 +45,7 @@ from lightning_strategies_ext.pytorch.exchange_comparison import compare_ddp_exc
 from lightning_strategies_ext.pytorch.manual_optimization import ManualOptimization
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.rank_assignment import assign_ranks, hide_group_on_one_device, no_device_error
+from lightning_strategies_ext.renamed import RenamedAttribute, rejects_old_names
 from lightning_strategies_ext.stage_context import EngineGroup
 from lightning_strategies_ext.torch_distributed import backend_checks, process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
@@ -100,7 +101,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         trainer = Trainer(strategy=DDPStrategy(static_graph=True, timeout=timedelta(minutes=5)), devices=2)
     """
 
-    @arguments.rejects_old_names
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -127,8 +128,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         arguments.check_start_method(start_method)
         backend_checks.check_arguments(process_group_backend, process_group_options, timeout)
         hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period
-        exchange = resolve_exchange(kwargs, hook, compression, uneven_inputs, checks, is_elastic=self._is_elastic)
-        self._gradient_sync, self._tunes_buckets = exchange
+        exchange = kwargs, hook, compression, uneven_inputs, checks
+        self._gradient_sync = resolve_exchange(*exchange, is_elastic=self._is_elastic)
         plugins = cluster_environment, checkpoint_io, precision_plugin
         super().__init__(accelerator, parallel_devices, *plugins, hang_timeout, checks, exact_evaluation)
         # ParallelStrategy's constructor calls Lightning's DDPStrategy with defaults; these are the actual values.
@@ -171,7 +172,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         arguments.check_start_method_interactive(self._start_method)
         self._launcher = ScriptLauncher(self) if is_script else WorkerLauncher(self, self._make_starter())
 
-    around_stage = arguments.RenamedAttribute("wrap_stage")
+    around_stage = RenamedAttribute("wrap_stage")
     #: Whether workers are reused by the next stage.
     keep_workers = True
     #: Restart policy for workers that exit during ``fit``; None if ``fit`` fails when a worker exits.
@@ -258,8 +259,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         super()._begin_stage(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            start_uneven_inputs = self._stage_context.start_uneven_inputs
-            self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+            settings = self._logged_values, self.root_device
+            self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, *settings)
             if self._has_equal_models:  # otherwise ranks may run different backward passes
                 compare_ddp_exchanges(self._stage_context, trainer, self.model)
 
@@ -275,7 +276,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             contribution=contribution,
             timeout=self._timeout,
             num_local_ranks=self.num_processes,
-            tunes_buckets=self._tunes_buckets,
             is_connected=lambda: self._stage_context.local_collectives is None,
             averages_of_model=partial(user_modules.averages_of_model, self.lightning_module),
             on_rebuild=lambda: None if self._observer is None else self._observer.on_exchange_change(),

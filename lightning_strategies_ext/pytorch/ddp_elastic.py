@@ -6,8 +6,7 @@ them. This module is the front end for ranks that torchrun starts.
 
 import os
 import sys
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,7 +16,7 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.elastic.arguments import check_commit_interval
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, FdStoreClient, TorchrunJob
-from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
+from lightning_strategies_ext.elastic.fit import next_fit_number
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.memfd_commit import MemfdCommit
 from lightning_strategies_ext.elastic.torchrun_membership import TorchrunMembership
@@ -39,6 +38,8 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         commit_every_n_steps: Number of optimizer steps between commits, which ranks restore after a failure; 100 if
             None.
         scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        uneven_inputs: Reaction to different numbers of training batches. "stop" ends the epoch with the first rank that
+            runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         **kwargs: Arguments of :class:`.DDPStrategy` except ``start_method``.
 
     Raises:
@@ -59,6 +60,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         *args: Any,
         commit_every_n_steps: int | None = None,
         scale_learning_rate: bool = False,
+        uneven_inputs: Literal["stop", "join"] = "join",
         **kwargs: Any,
     ) -> None:
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
@@ -68,9 +70,7 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
                 f"`start_method={kwargs['start_method']!r}`: torchrun starts the ranks of {type(self).__name__}. Omit"
                 " the argument, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
             )
-        kwargs.setdefault("uneven_inputs", "join")
-        super().__init__(*args, **kwargs)
-        self._fit: ElasticFit | None = None
+        super().__init__(*args, uneven_inputs=uneven_inputs, **kwargs)  # type: ignore[misc]  # not among `args`
         self._membership: TorchrunMembership | None = None
         self._job = self._find_job()
         self._fd_store: FdStoreClient | None = None
@@ -117,8 +117,9 @@ class DDPElasticStrategy(ElasticStrategy, DDPStrategy):
         number = next_fit_number()
         rank_info = self.global_rank, self.world_size, self.local_rank, self.num_processes
         commit = MemfdCommit(self._fd_store, number, *rank_info)
-        own_member = Member(Peer.this_process(self.global_rank), number, commit.batches, commit.step, commit.steps_done)
-        own_member = own_member if commit.batches >= 0 else replace(own_member, fit_number=0)
+        fit_number = number if commit.batches >= 0 else 0  # without a commit
+        peer = Peer.this_process(self.global_rank)
+        own_member = Member(peer, fit_number, commit.batches, commit.step, commit.steps_done)
         self._membership = TorchrunMembership(
             [self.collectives.broadcast(own_member, rank) for rank in range(self.world_size)]
         )

@@ -21,6 +21,7 @@ from lightning_strategies_ext.launch.processes.worker_process import WorkerStart
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
+from lightning_strategies_ext.renamed import RenamedAttribute
 
 
 class DDPSpawnStrategy(DDPStrategy):
@@ -57,6 +58,7 @@ class DDPSpawnStrategy(DDPStrategy):
     """
 
     elastic_class = "ddp_spawn_elastic:DDPSpawnElasticStrategy"
+    states_of_loaders = RenamedAttribute("loader_states")
 
     def __init__(
         self,

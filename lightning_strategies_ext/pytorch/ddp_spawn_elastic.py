@@ -9,7 +9,7 @@ import gc
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from lightning_strategies_ext._lightning import launching, user_modules
 from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_int
-from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.arguments import check_commit_interval
-from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member, peers_of
 from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
@@ -35,7 +33,7 @@ from lightning_strategies_ext.launch.protocol import RankAssignment
 from lightning_strategies_ext.launch.strategy_protocols import WorkerMembership
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
-from lightning_strategies_ext.stage_context import StageContext
+from lightning_strategies_ext.renamed import RenamedAttribute
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.disconnect import abort, can_abort, disconnect
@@ -47,8 +45,7 @@ CONNECT_S = 10.0
 class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     """Data parallelism in workers on one host, with a ``fit`` that continues after the exit of a worker.
 
-    ``uneven_inputs`` is "join" by default and may be "stop". Other stages run as in :class:`.DDPSpawnStrategy`. The
-    workers end after ``fit``.
+    Other stages run as in :class:`.DDPSpawnStrategy`. The workers end after ``fit``.
 
     Args:
         *args: Arguments of :class:`.DDPSpawnStrategy`.
@@ -59,6 +56,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         max_restarts: Maximum number of restarts within ``restart_window``, beyond which ``fit`` fails; 3 if None.
         restart_window: Time window of ``max_restarts``, in seconds or as a ``timedelta``.
         scale_learning_rate: Whether to scale learning rates with the number of ranks; a callback takes precedence.
+        uneven_inputs: Reaction to different numbers of training batches. "stop" ends the epoch with the first rank that
+            runs out, "join" trains on all batches. See :mod:`.uneven.control`.
         **kwargs: Arguments of :class:`.DDPSpawnStrategy`. After ``hang_timeout``, the hung worker is killed and
             replaced.
 
@@ -72,8 +71,8 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     """
 
     strategy_name = "ddp_spawn_elastic_ext"
-
     restart_policy: RestartPolicy
+    allowance = RenamedAttribute("restart_policy")
 
     def __init__(
         self,
@@ -84,6 +83,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         max_restarts: int | None = None,
         restart_window: float | timedelta = 600.0,
         scale_learning_rate: bool = False,
+        uneven_inputs: Literal["stop", "join"] = "join",
         **kwargs: Any,
     ) -> None:
         if elastic is not True:
@@ -96,15 +96,13 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             check_seconds("restart_window", restart_window),
             leaves_by=(SIGTERMException, JoinError),
         )
-        kwargs.setdefault("uneven_inputs", "join")
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, uneven_inputs=uneven_inputs, **kwargs)
         if self._start_method == "fork":
             raise ValueError(
                 "`start_method='fork'` cannot be combined with `elastic=True`: workers are restarted during training,"
                 " when this process has threads that do not survive a fork. Use 'forkserver' or 'spawn'."
             )
         self._requested_backend = self._process_group_backend
-        self._fit: ElasticFit | None = None
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
         self._world_store: dist.Store | None = None
@@ -158,11 +156,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _ignore_wait):
                 raise RuntimeError("A worker exited before training began.")
             self.apply_rank()
-        self._stage_context = StageContext(
-            self._engine, self.global_rank, self.world_size, previous=self._stage_context
-        )
-        if context.is_joining:
-            self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+        self._enter_context(is_local=context.is_joining)
 
     @override
     def apply_rank(self) -> None:
@@ -191,7 +185,7 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
             else:
                 self._store = dist.TCPStore(*assignment.store, is_master=False, timeout=limit, wait_for_workers=False)
         self._world_store = dist.PrefixStore(f"world/{assignment.world_number}", self._store)
-        num_hosts = _num_hosts_of(members)
+        num_hosts = len({member.peer.host for member in members})
         backend = self._requested_backend or process_group.default_backend(self.root_device, assignment.size, num_hosts)
         process_group.disable_nccl_watchdog_exit()
         process_group.join(
@@ -243,11 +237,10 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
         store = self._world_store if self.world_size > 1 else None
         self._detect_hangs(trainer, store, DefaultGroupProgress())
-        self._stage_context = StageContext(
-            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
-        )
+        self._enter_context(store, "world", is_local=False)
         self.configure_ddp()
-        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, self.root_device)
+        settings = self._logged_values, self.root_device
+        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, *settings)
         self._begin_evaluations(trainer)
         self._start_stop_agreement(trainer)
 
@@ -293,11 +286,6 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_membership": None, "_store": None}
-
-
-def _num_hosts_of(members: Sequence[Member]) -> int:
-    """Returns the number of hosts of a world."""
-    return len({member.peer.host for member in members})
 
 
 def _is_peer_loss(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.pytorch.stopping import describe_step
+from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.uneven.exact_evaluation import evaluate_together
 
 
@@ -34,7 +35,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
     """Base class of the elastic strategies of all engines."""
 
     _is_elastic = True
-    _fit: ElasticFit | None
+    _fit: ElasticFit | None = None
     _commit_every_n_steps: int
     _scale_learning_rate: bool
 
@@ -64,6 +65,19 @@ class ElasticStrategy(ParallelStrategy, ABC):
         self._start_stop_agreement(trainer, is_requested=False)  # without peers, before the training loop
 
     # --- one world after another ---
+
+    def _enter_context(self, store: dist.Store | None = None, name: str | None = None, *, is_local: bool) -> None:
+        """Replaces the stage context, before the first world or for a world.
+
+        Args:
+            store: Store of the ranks of a world; None for a rank without peers.
+            name: Name of the context of a world, see :class:`.StageContext`.
+            is_local: Whether the collectives of this rank are local, because it has not joined the others yet.
+        """
+        rank, size = self.global_rank, self.world_size
+        self._stage_context = StageContext(self._engine, rank, size, store, previous=self._stage_context, name=name)
+        if is_local:
+            self._stage_context.local_collectives = LocalCollectives(rank, size)
 
     def activate_collectives(self) -> None:
         """Makes this rank take part in the collectives of its world from now on."""

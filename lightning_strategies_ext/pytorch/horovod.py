@@ -45,6 +45,7 @@ from lightning_strategies_ext.pytorch.agreement import with_reduced_loss
 from lightning_strategies_ext.pytorch.checks import check_batch_norm, check_callbacks, check_layer_sync
 from lightning_strategies_ext.pytorch.exchange_comparison import compare_exchanges
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.renamed import rejects_old_names
 from lightning_strategies_ext.stage_context import EngineGroup
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_mode
@@ -96,7 +97,7 @@ class HorovodStrategy(ParallelStrategy):
     strategy_name = "horovod_ext"
     elastic_class = "horovod_elastic:HorovodElasticStrategy"
 
-    @arguments.rejects_old_names
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -251,8 +252,7 @@ class HorovodStrategy(ParallelStrategy):
         assert module is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        layer_sync = strategy_parts.layer_sync(self)
-        if is_fitting and layer_sync is not None:
+        if is_fitting and (layer_sync := strategy_parts.layer_sync(self)) is not None:
             check_batch_norm(module, self.root_device, layer_sync)
             self._undo.callback(SynchronizedBatchNorm(module).restore)
         self.model = self.precision_plugin.convert_module(module)
@@ -290,8 +290,8 @@ class HorovodStrategy(ParallelStrategy):
             exchange = HorovodGradientExchange(self.lightning_module, self._options)
             exchange.broadcast_buffers = self._broadcast_buffers if self._before_forward_of_step is not None else None
             self._stage_context.gradient_exchange = self._stage_context.parameter_tracker = exchange
-        start_uneven_inputs = self._stage_context.start_uneven_inputs
-        self._logged_values.is_shadowed = start_uneven_inputs(self._uneven_inputs, trainer, torch.device("cpu"))
+        settings = self._logged_values, torch.device("cpu")
+        self._stage_context.start_uneven_inputs(self._uneven_inputs, trainer, *settings)
 
     @override
     def model_to_device(self) -> None:

@@ -9,15 +9,12 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.arguments import check_commit_interval
-from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.elastic import ElasticStrategy, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 from lightning_strategies_ext.registry import StrategyUnavailableError
-from lightning_strategies_ext.stage_context import StageContext
 
 
 class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
@@ -54,7 +51,6 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         super().__init__(*args, **kwargs)
         if self._uneven_inputs == "error":
             self._uneven_inputs = "join"
-        self._fit: ElasticFit | None = None
 
     @override
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
@@ -99,11 +95,7 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
         self.apply_rank()
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         runtime.start(self.cluster_environment.launch, self.root_device)
-        self._stage_context = StageContext(
-            self._engine, self.global_rank, self.world_size, previous=self._stage_context
-        )
-        if not has_joined:
-            self._stage_context.local_collectives = LocalCollectives(self.global_rank, self.world_size)
+        self._enter_context(is_local=not has_joined)
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -124,14 +116,10 @@ class HorovodElasticStrategy(ElasticStrategy, HorovodStrategy):
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Starts the agreements and the gradient exchange of a world. Collective: all its ranks call it."""
-        local_collectives = self._stage_context.local_collectives
-        is_alone = self.world_size == 1 or local_collectives is not None
+        is_local = self._stage_context.local_collectives is not None
         # Each world has its own store, because processes of an elastic job start at different times.
-        store = None if is_alone else runtime.make_store()
-        self._stage_context = StageContext(
-            self._engine, self.global_rank, self.world_size, store, previous=self._stage_context, name="world"
-        )
-        self._stage_context.local_collectives = local_collectives
+        store = None if is_local or self.world_size == 1 else runtime.make_store()
+        self._enter_context(store, "world", is_local=is_local)
         self._detect_hangs(trainer, store, CollectiveProgress())
         if store is not None:
             self.membership.detect_host_loss(store)

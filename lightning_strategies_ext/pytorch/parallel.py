@@ -38,6 +38,7 @@ from lightning_strategies_ext.pytorch.logged_values import NO_LOGGED_VALUES, Log
 from lightning_strategies_ext.pytorch.step_losses import check_has_loss
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
+from lightning_strategies_ext.renamed import RenamedAttribute, rejects_old_names
 from lightning_strategies_ext.stage_context import EngineGroup, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.features import Features
@@ -79,7 +80,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
                 self.model.to(self.root_device)
     """
 
-    @arguments.rejects_old_names
+    @rejects_old_names
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -125,10 +126,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     checkpoint_io = atomic_checkpoint_io
     register_strategies = register_strategies
     __repr__ = describe
-    part_of_store = arguments.RenamedAttribute("prefix_store")
-    has_met = arguments.RenamedAttribute("has_joined")
-    note_failure = arguments.RenamedAttribute("announce_failure")
-    explained = arguments.RenamedAttribute("explain_exception")
+    part_of_store = RenamedAttribute("prefix_store")
+    has_met = RenamedAttribute("has_joined")
+    note_failure = RenamedAttribute("announce_failure")
+    explained = RenamedAttribute("explain_exception")
 
     @property
     def collectives(self) -> Collectives:
@@ -301,8 +302,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Terminates the other ranks if this rank has failed. Ctrl-C and an agreed SIGTERM are not failures."""
-        is_failure = not isinstance(exception, (*trainer_stages.STOPS, KeyboardInterrupt))
-        if self._stage_context.failure_monitor is not None and is_failure:
+        if self.has_joined and not isinstance(exception, (*trainer_stages.STOPS, KeyboardInterrupt)):
             self.reconciliate_processes(texts_of_exception(exception)[1])
 
     @override

@@ -212,7 +212,7 @@ class BucketTuning(Feature):
     @classmethod
     def create(cls, context: FeatureContext) -> Self | None:
         """Returns the feature, or None if it is not in use."""
-        return cls(context) if context.tunes_buckets and context.collectives.world_size() > 1 else None
+        return cls(context) if context.options.tunes_buckets and context.collectives.world_size() > 1 else None
 
     @override
     def wrap(self, model: DistributedDataParallel) -> None:

@@ -209,8 +209,8 @@ class DirectExchangeFeature(Feature):
     @override
     def wrap(self, model: DistributedDataParallel) -> None:
         if isinstance(model, DistributedModel):
-            self._model = model
-            model.exchange_directly(self._context.ddp_kwargs, tries_buckets=self._context.tunes_buckets)
+            self._model, context = model, self._context
+            model.exchange_directly(context.ddp_kwargs, tries_buckets=context.options.tunes_buckets)
 
     @override
     def after_rebuild(self, model: DistributedDataParallel) -> None:

@@ -25,14 +25,13 @@ class FeatureContext:
     """The parts of a strategy that the features of one model use.
 
     Attributes:
-        options: Communication hook, compression, and averaging of models.
+        options: Communication hook, compression, averaging of models, and search for the bucket size.
         ddp_kwargs: Arguments with which DDP is rebuilt.
         device: Device of this rank.
         collectives: Collectives of all ranks.
         contribution: Contribution of this rank to an exchange; None if all ranks always contribute.
         timeout: Timeout of collectives; torch's default if None.
         num_local_ranks: Number of ranks on this host.
-        tunes_buckets: Whether the bucket size is searched.
         is_connected: Returns whether this rank takes part in collectives; it does not after a failure.
         averages_of_model: Returns the modules that hold averages of the model, such as those of callbacks.
         on_rebuild: Called after DDP was rebuilt.
@@ -46,7 +45,6 @@ class FeatureContext:
     contribution: Contribution | None = None
     timeout: timedelta | None = None
     num_local_ranks: int = 1
-    tunes_buckets: bool = False
     is_connected: Callable[[], bool] = lambda: True
     averages_of_model: Callable[[], Iterable[Module]] = tuple
     on_rebuild: Callable[[], None] = lambda: None
@@ -98,8 +96,12 @@ class Feature:
     def after_rebuild(self, model: DistributedDataParallel) -> None:
         """Continues after DDP was rebuilt. Collective: all ranks call it."""
 
-    def synchronize(self) -> None:
-        """Makes the models of all ranks equal, before evaluations, checkpoints, and the end. Collective."""
+    def synchronize(self, averages: Iterable[Module]) -> None:
+        """Makes the models of all ranks equal, before evaluations, checkpoints, and the end. Collective.
+
+        Args:
+            averages: Modules that hold averages of the model.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks, with which all ranks continue. Collective: all ranks call it."""

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext.torch_distributed.bucket_search import BucketTuning
 from lightning_strategies_ext.torch_distributed.communication_hook import CommunicationHook, PostLocalSGD
-from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import CompressionFeature
+from lightning_strategies_ext.torch_distributed.compression.compressed_gradients import CompressedGradients
+from lightning_strategies_ext.torch_distributed.compression.local_sgd import LocalSGDExchange
 from lightning_strategies_ext.torch_distributed.distributed_model import DirectExchangeFeature
 from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
 from lightning_strategies_ext.torch_distributed.unfreezing import Unfreezing
@@ -28,7 +29,8 @@ _PREFIX = f"{__name__.partition('.')[0]}."
 #: if another feature has registered a communication hook.
 FEATURES: Final[tuple[Callable[[FeatureContext], Feature | None], ...]] = (
     Unfreezing,
-    CompressionFeature.create,
+    CompressedGradients.create,
+    LocalSGDExchange.create,
     PostLocalSGD.create,
     CommunicationHook.create,
     BucketTuning.create,
@@ -113,9 +115,12 @@ class Features:
 
     def synchronize(self) -> None:
         """Calls :meth:`.Feature.synchronize`. Collective; a no-op on a rank that is disconnected from the others."""
-        if self._is_connected:
-            for feature in self._features:
-                feature.synchronize()
+        if not self._is_connected:
+            return
+        assert self._context is not None
+        averages = self._context.averages_of_model()
+        for feature in self._features:
+            feature.synchronize(averages)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the features by key, without empty states. Collective, as :meth:`synchronize`."""

@@ -35,6 +35,7 @@ class GradientSyncOptions:
         averaging_period: Number of optimizer steps between two averagings of the models; with ``PostLocalSGDState``
             only.
         compression: Compression of the exchange, without a hook of the user.
+        tunes_buckets: Whether the bucket size is searched.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -46,6 +47,7 @@ class GradientSyncOptions:
     comm_wrapper: Callable[..., Any] | None = None
     averaging_period: int | None = None
     compression: Compression | None = None
+    tunes_buckets: bool = False
 
     def __post_init__(self) -> None:
         self._check_hook()

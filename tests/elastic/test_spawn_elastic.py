@@ -21,7 +21,7 @@ from tests.support.elastic_runs import (
     run_workers,
 )
 from tests.support.elastic_script import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
-from tests.support.models import MLP, fit
+from tests.support.models import MLP, fit, loader, make_trainer
 from tests.support.ranks import run_script
 
 
@@ -34,6 +34,29 @@ def test_a_run_without_failures_and_other_stages_after_it():
     run = run_workers(2, strategy=STRATEGY, again=True)
     check_is_as_accurate_as_uninterrupted(run, within=0.01)
     assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
+
+
+class LogsSamples(MLP):
+    """A model that logs the sum of its samples in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("sum", batch[0].sum(), on_step=True, sync_dist=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.sums.append(float(self.trainer.callback_metrics["sum"]))
+
+
+@pytest.mark.processes
+def test_the_values_of_a_step_leave_out_a_worker_without_samples():
+    model, samples = LogsSamples(), loader(num_samples=5, batch_size=1)
+    make_trainer(DDPSpawnElasticStrategy(), max_epochs=1).fit(model, samples)
+    assert len(model.sums) == 3
+    assert sum(model.sums) == pytest.approx(float(samples.dataset.tensors[0].sum()), abs=1e-4)
 
 
 @pytest.mark.processes

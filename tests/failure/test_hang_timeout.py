@@ -15,12 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategies_ext import (
-    CommunicationMonitor,
-    DataParallelStrategy,
-    DDPRayStrategy,
     DDPSpawnStrategy,
     DDPStrategy,
-    HorovodStrategy,
     RankFailedError,
     WorkerRaisedError,
 )
@@ -229,41 +225,3 @@ def test_two_ranks_that_wait_for_each_other_exit_by_themselves_and_one_reports_w
 def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
     with pytest.raises(error, match="`hang_timeout` must be"):
         kind(hang_timeout=hang_timeout)
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        (DDPStrategy, "patience", "hang_timeout"),
-        (DDPSpawnStrategy, "patience", "hang_timeout"),
-        (ext.DDPStrategy, "patience", "hang_timeout"),
-        (DDPRayStrategy, "placement", "placement_strategy"),
-        (DataParallelStrategy, "take_turns", "sequential"),
-        (ext.DataParallelStrategy, "take_turns", "sequential"),
-        (HorovodStrategy, "patience", "hang_timeout"),
-        (ext.HorovodStrategy, "patience", "hang_timeout"),
-        (CommunicationMonitor, "directory", "dirpath"),
-        (CommunicationMonitor, "picture", "plot"),
-    ],
-)
-def test_an_old_name_of_an_argument_is_rejected_with_the_new_one(kind, old, new):
-    with pytest.raises(TypeError, match=rf"`{kind.__name__}\({old}=...\)`: .* Use `{new}=...`."):
-        kind(**{old: 60})
-
-
-@pytest.mark.parametrize(
-    ("kind", "old", "new"),
-    [
-        (DDPStrategy, "part_of_store", "prefix_store"),
-        (DDPStrategy, "around_stage", "wrap_stage"),
-        (DDPStrategy, "has_met", "has_joined"),
-        (ext.DDPStrategy, "stopping_together", "coordinated_stop"),
-        (ext.DDPStrategy, "explained", "explain_exception"),
-    ],
-)
-def test_an_old_name_of_a_method_is_rejected_with_the_new_one(kind, old, new):
-    strategy = kind()
-    with pytest.raises(AttributeError, match=rf"`DDPStrategy.{old}` was renamed. Use `{new}`."):
-        getattr(strategy, old)
-    assert hasattr(strategy, new)
-    assert not hasattr(strategy, old)

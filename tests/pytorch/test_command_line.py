@@ -15,7 +15,15 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy, DDPStrategy
+from lightning_strategies_ext import (
+    DDPRayElasticStrategy,
+    DDPRayStrategy,
+    DDPSpawnElasticStrategy,
+    DDPSpawnPlugin,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    HorovodStrategy,
+)
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.support.ranks import run_script
 
@@ -47,6 +55,21 @@ def test_a_lazy_instance_takes_arguments_of_ddp_and_refuses_others(strategy_clas
     assert isinstance(strategy, strategy_class)
     with pytest.raises(ValueError, match="find_unused_params"):
         lazy_instance(strategy_class, find_unused_params=True)
+
+
+@pytest.mark.parametrize(
+    "strategy_class",
+    [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, DDPRayStrategy, DDPRayElasticStrategy, HorovodStrategy],
+)
+def test_a_class_path_selects_the_strategy_with_its_arguments(
+    strategy_class: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    name = f"lightning_strategies_ext.{strategy_class.__name__}"
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", f"--trainer.strategy={name}"]
+    cli = LightningCLI(BoringModel, run=False, args=[*options, "--trainer.strategy.hang_timeout=17"])
+    assert type(cli.trainer.strategy) is strategy_class
+    assert cli.trainer.strategy._hang_timeout_s == 17
 
 
 # --- from the command line to the model ---

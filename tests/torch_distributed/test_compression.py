@@ -23,11 +23,14 @@ from lightning_strategies_ext import (
     PowerSGD,
     TopK,
 )
+from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.torch_distributed.compression import codecs, compressed_gradients, host_groups
 from lightning_strategies_ext.torch_distributed.compression.codecs import Residuals
-from lightning_strategies_ext.torch_distributed.compression.compressed_exchange import create_exchange
+from lightning_strategies_ext.torch_distributed.compression.compressed_gradients import CompressedGradients
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
+from lightning_strategies_ext.torch_distributed.feature import FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSyncOptions
 from tests.support.models import make_trainer
 from tests.support.ranks import run_ranks
 
@@ -126,12 +129,16 @@ def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
     return [each.to(dtype) for each in found]
 
 
+def context_of(device: torch.device) -> FeatureContext:
+    return FeatureContext(GradientSyncOptions(), {}, device, LocalCollectives(0, 1))
+
+
 def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
     """Runs steps of a model in DDP; returns the results, the exact means, and the residuals at the end."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
-    exchange = create_exchange(compression, model)
-    model.register_comm_hook(None, exchange.hook)
+    exchange = CompressedGradients(compression, context_of(torch.device("cpu")))
+    exchange.wrap(model)
     found_values, exact, magnitude = [], [], []
     for step in range(num_steps):
         model.zero_grad()
@@ -345,11 +352,8 @@ def exchange_among_other_collectives(size: int) -> dict[str, list[str]]:
         events.clear()
         module = nn.Embedding(4, 4, sparse=name == "sparse")
         model = DistributedDataParallel(nn.Sequential(module, nn.Linear(4, 1)), bucket_cap_mb=1e-5, **options)
-        model.device = torch.device("cuda", 0)
-        exchange = create_exchange(BFloat16(), model)
-        assert exchange is not None
-        model.device = torch.device("cpu")
-        model.register_comm_hook(None, exchange.hook)
+        exchange = CompressedGradients(BFloat16(), context_of(torch.device("cuda", 0)))
+        exchange.wrap(model)
         model(torch.tensor([rank % 4])).sum().backward()
         exchange.close()
         found[name] = list(dict.fromkeys(events))

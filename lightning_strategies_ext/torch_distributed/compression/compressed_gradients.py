@@ -1,8 +1,7 @@
 """Compressed exchange of the gradients of a model in DDP: its communication hook, and its state between steps."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -10,50 +9,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from typing_extensions import Self, override
 
 from lightning_strategies_ext._system.gpu_sync import side_stream
 from lightning_strategies_ext.torch_distributed.compression.codecs import CastCodec, Codec, Residuals, TopKCodec
 from lightning_strategies_ext.torch_distributed.compression.config import (
+    STATE_KEY,
     BFloat16,
     Compression,
     Float16,
+    LocalSGD,
     PowerSGD,
     TopK,
 )
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
-from lightning_strategies_ext.torch_distributed.gradient_exchange import all_reduce_async, weak_model_for_hook
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_exchange import (
+    all_reduce_async,
+    register_hook,
+    weak_model_for_hook,
+)
 
 #: Number of elements that are cast at once.
 _CAST_AT_ONCE = 1 << 20
 
 
-class CompressedGradients:
-    """Exchange of one model's gradients; implements :class:`.compressed_exchange.CompressedExchange`.
+class CompressedGradients(Feature):
+    """Exchange of the compressed gradients of one model, among all ranks of the default group.
+
+    It does not keep the context, which refers to the strategy: the model holds its hook, and thereby this object, in
+    C++ objects, in which Python's garbage collector detects no cycle.
 
     Args:
-        model: Model in DDP, on all ranks of the default group.
         compression: Compression of the exchange.
-        timeout: Timeout of the collectives; torch's default if None.
+        context: The parts of the strategy that the feature uses.
     """
 
-    def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
+    state_key = STATE_KEY
+
+    def __init__(self, compression: Compression, context: FeatureContext) -> None:
+        self._contribution = context.contribution
         self._world_size = dist.get_world_size()
         self._scale = 1.0 / self._world_size
-        self._model = weak_model_for_hook(model)
-        self._group = model.process_group
-        self._host_groups = HostGroups.create(model.device, timeout)
-        self._must_wait = self._host_groups.must_serialize(model)
-        self._executor = OrderedExecutor(model.device)
+        self._host_groups = HostGroups.create(context.device, context.timeout)
+        self._executor = OrderedExecutor(context.device)
+        self._model: DistributedDataParallel
+        self._must_wait = False  # for each bucket, before the next one
         self._parameters: dict[str, Tensor] = {}  # all parameters that were trained so far, by name
-        self.on_ddp_rebuilt()
         self._residuals = Residuals()
         self._warmup_steps = getattr(compression, "warmup_steps", 0)
         self._num_steps = 0
-        self.num_bytes = 0
+        self._num_bytes = 0
         self._codec: Codec
         self._cast: torch.dtype | None = None
         if isinstance(compression, PowerSGD):
@@ -64,19 +72,39 @@ class CompressedGradients:
             self._cast = {BFloat16: torch.bfloat16, Float16: torch.float16}[type(compression)]
             self._codec = CastCodec(self._cast)
 
+    @classmethod
+    def create(cls, context: FeatureContext) -> Self | None:
+        """Returns the feature, or None if it is not in use, as for a single rank."""
+        compression = context.options.compression
+        if compression is None or isinstance(compression, LocalSGD) or dist.get_world_size() == 1:
+            return None
+        return cls(compression, context)
+
+    @property
+    @override
+    def num_bytes_exchanged(self) -> int:
+        """Bytes that this rank has passed to collectives so far; with several ranks per host, those between hosts."""
+        return self._num_bytes
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        self._model = weak_model_for_hook(model)
+        self._must_wait = self._host_groups.must_serialize(model)
+        self.after_rebuild(model)
+
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Averages a bucket over all ranks; for ``register_comm_hook``."""
         flat, parameters = bucket.buffer(), bucket.parameters()
         is_warming_up = self._num_steps < self._warmup_steps
         self._num_steps += bucket.is_last()
         if is_warming_up or flat.is_sparse:
-            self.num_bytes += (flat._values() if flat.is_sparse else flat).nbytes
-            summed = all_reduce_async(flat.mul_(self._scale), self._group)
+            self._num_bytes += (flat._values() if flat.is_sparse else flat).nbytes
+            summed = all_reduce_async(flat.mul_(self._scale), self._model.process_group)
             if self._must_wait:
                 summed.wait()
             return summed
         if self._cast is not None and self._host_groups.intra_host is None:
-            self.num_bytes += flat.numel() * self._cast.itemsize
+            self._num_bytes += flat.numel() * self._cast.itemsize
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
         future = self._executor.submit(lambda: self._sum(parameters, flat), flat)
         if self._must_wait:
@@ -108,25 +136,19 @@ class CompressedGradients:
 
         def exchange_inter_host() -> None:
             wide = own.to(torch.promote_types(own.dtype, torch.float32))
-            self.num_bytes += self._codec.sum(parts[groups.local_index], wide, self._scale, groups.inter_host)
+            self._num_bytes += self._codec.sum(parts[groups.local_index], wide, self._scale, groups.inter_host)
             if wide is not own:
                 own.copy_(wide)
 
         groups.exchange(pieces, exchange_inter_host)
 
-    def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """Does nothing: the exchange needs no optimizers."""
+    @override
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
+        """Includes the gradients of newly trained parameters; the residuals of other parameters are kept."""
+        register_hook(model, self.hook, None, self._contribution)
+        self._parameters |= {name: each for name, each in model.module.named_parameters() if each.requires_grad}
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Does nothing: the exchange needs no optimizers."""
-
-    def on_ddp_rebuilt(self) -> None:
-        """Adds the gradients of newly trained parameters; the residuals of other parameters are kept."""
-        self._parameters |= {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
-
-    def average_models(self, averages: Iterable[Module]) -> None:
-        """Does nothing: the models never differ."""
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks. Collective: all ranks call it, after the last exchange of a step.
 
@@ -144,8 +166,8 @@ class CompressedGradients:
             "codec": self._codec.state_dict(names),
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
         if "residuals" not in state:  # the state of a run with another compression
             return
         self._num_steps = state["num_steps"]
@@ -154,6 +176,7 @@ class CompressedGradients:
                 self._residuals.distribute(self._parameters[name], total, self._world_size)
         self._codec.load_state_dict(state["codec"], self._parameters)
 
+    @override
     def close(self) -> None:
         """Leaves the process groups of the exchange. A second call is a no-op."""
         self._executor.close()

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Final, Literal, TypeAlias, get_args
 
 from lightning_strategies_ext.checks import check_int
+
+#: Key in checkpoints of the state of a compression.
+STATE_KEY: Final = "lightning_strategies_ext.compression"
 
 CompressionName: TypeAlias = Literal["bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"]
 

@@ -3,7 +3,6 @@
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -14,27 +13,37 @@ from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self, override
 
-from lightning_strategies_ext.torch_distributed.compression.config import DiLoCo, LocalSGD
+from lightning_strategies_ext.torch_distributed.compression.config import STATE_KEY, DiLoCo, LocalSGD
 from lightning_strategies_ext.torch_distributed.compression.host_groups import HostGroups
-from lightning_strategies_ext.torch_distributed.gradient_exchange import all_reduce_async, weak_model_for_hook
+from lightning_strategies_ext.torch_distributed.feature import Feature, FeatureContext
+from lightning_strategies_ext.torch_distributed.gradient_exchange import (
+    all_reduce_async,
+    register_hook,
+    weak_model_for_hook,
+)
 
 
-class LocalSGDExchange:
-    """Exchange of models in place of their gradients; implements :class:`.compressed_exchange.CompressedExchange`.
+class LocalSGDExchange(Feature):
+    """Exchange of models in place of their gradients, among all ranks of the default group.
+
+    It does not keep the context, see :class:`.CompressedGradients`.
 
     Args:
-        model: Model in DDP, on all ranks of the default group.
         options: Options of local SGD or DiLoCo.
-        timeout: Timeout of the collectives; torch's default if None.
+        context: The parts of the strategy that the feature uses.
     """
 
-    def __init__(self, model: DistributedDataParallel, options: LocalSGD, timeout: timedelta | None) -> None:
-        self._model = weak_model_for_hook(model)
+    state_key = STATE_KEY
+
+    def __init__(self, options: LocalSGD, context: FeatureContext) -> None:
         self._options = options
+        self._contribution = context.contribution
         self._world_size = dist.get_world_size()
-        self._host_groups = HostGroups.create(model.device, timeout)
-        self._must_wait = self._host_groups.must_serialize(model)
+        self._host_groups = HostGroups.create(context.device, context.timeout)
+        self._model: DistributedDataParallel
+        self._must_wait = False  # for each bucket, before the next one
         self._outer_optimizer = (
             _OuterOptimizer(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
         )
@@ -42,9 +51,28 @@ class LocalSGDExchange:
         self._num_steps: list[int] = []
         self._has_diverged = False  # whether ranks take independent steps
         self._num_local_steps: list[int] = []  # steps of each optimizer since then
-        self.num_bytes = 0
+        self._num_bytes = 0
 
-    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+    @classmethod
+    def create(cls, context: FeatureContext) -> Self | None:
+        """Returns the feature, or None if it is not in use."""
+        options = context.options.compression
+        return cls(options, context) if isinstance(options, LocalSGD) else None
+
+    @property
+    @override
+    def num_bytes_exchanged(self) -> int:
+        """Bytes that this rank has passed to collectives so far; with several ranks per host, those between hosts."""
+        return self._num_bytes
+
+    @override
+    def wrap(self, model: DistributedDataParallel) -> None:
+        self._model = weak_model_for_hook(model)
+        self._must_wait = self._host_groups.must_serialize(model)
+        register_hook(model, self.hook, None, self._contribution)
+
+    @override
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Starts to count the steps of optimizers, whose parameters are averaged.
 
         Raises:
@@ -64,14 +92,15 @@ class LocalSGDExchange:
             future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
             future.set_result(flat)
             return future
-        self.num_bytes += 0 if self._has_diverged else flat.nbytes
+        self._num_bytes += 0 if self._has_diverged else flat.nbytes
         flat.mul_(1.0 / group.size())
         future = all_reduce_async(flat, group)
         if self._must_wait:
             future.wait()  # only the stream waits, not this thread
         return future
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    @override
+    def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, and averages its parameters if an averaging is due."""
         index = next((index for index, each in enumerate(self._optimizers) if each is optimizer), None)
         if index is None:
@@ -87,25 +116,26 @@ class LocalSGDExchange:
             if self._outer_optimizer is not None:
                 self._outer_optimizer.step(parameters)
 
-    def on_ddp_rebuilt(self) -> None:
+    @override
+    def after_rebuild(self, model: DistributedDataParallel) -> None:
         """Includes newly trained parameters; parameters that are no longer trained were averaged before."""
+        register_hook(model, self.hook, None, self._contribution)
         if self._has_diverged:
             self._start_local_steps()
 
-    def average_models(self, averages: Iterable[Module]) -> None:
+    @override
+    def synchronize(self, averages: Iterable[Module]) -> None:
         """Averages the models of all ranks, and their averages of models. Collective: all ranks call it.
 
         Only tensors that differ are exchanged. Any tensor may differ: a callback may have put an average into the
         module, or the module may hold an average that it updates itself.
-
-        Args:
-            averages: Modules that hold averages of the model.
         """
         tensors = {f"module.{name}": each for name, each in self._tensors_to_average(self._model.module).items()}
         for number, average in enumerate(averages):
             tensors |= {f"{number}.{name}": each for name, each in self._tensors_to_average(average).items()}
         self._average(self._differing_tensors(tensors))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, which is then the same on all ranks. Collective: all ranks call it."""
         self._average(self._states_of_optimizers())
@@ -117,8 +147,8 @@ class LocalSGDExchange:
             "outer": {} if self._outer_optimizer is None else self._outer_optimizer.state_dict(names),
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
         if len(state.get("num_apart", ())) != len(self._optimizers):  # the state of a run with another compression
             return
         self._num_steps, self._num_local_steps = list(state["num_steps"]), list(state["num_apart"])
@@ -127,6 +157,7 @@ class LocalSGDExchange:
         if self._outer_optimizer is not None and state["outer"]:
             self._outer_optimizer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
 
+    @override
     def close(self) -> None:
         """Leaves the process groups of the exchange. A second call is a no-op."""
         self._host_groups.close()
@@ -187,7 +218,7 @@ class LocalSGDExchange:
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors) // self._host_groups.ranks_per_host
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors) // self._host_groups.ranks_per_host
         self._host_groups.sum_all(tensors)
         for tensor in tensors:
             tensor.div_(self._world_size)
