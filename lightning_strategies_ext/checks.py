@@ -1,7 +1,7 @@
 """Checks of the types of arguments, and options of the checks during training."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 #: Fields that ranks compare after each training epoch: of parameter groups, and of the whole training.
@@ -91,6 +91,25 @@ def check_checks(checks: Any, *, is_elastic: bool = False) -> ChecksOptions:
             " as a rank without a loss. Omit one of the two."
         )
     return checks
+
+
+def check_fabric_checks(checks: Any) -> ChecksOptions:
+    """Returns the argument ``checks`` of a strategy for Fabric, or the default options if it is None.
+
+    Args:
+        checks: Value that the user passed.
+
+    Raises:
+        TypeError: If the value has another type.
+        ValueError: If a field other than ``check_collectives`` is set.
+    """
+    options = check_checks(checks)
+    if replace(options, check_collectives=False) != ChecksOptions():
+        raise ValueError(
+            f"`checks={options}`: Fabric supports only the field `check_collectives`, because the loop is yours: it has"
+            " the losses and the epochs. Omit the other fields, or use the Trainer."
+        )
+    return options
 
 
 def check_can_skip(checks: ChecksOptions | None, *conflicts: str | None) -> None:

@@ -25,6 +25,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_interactive,
 )
+from lightning_strategies_ext.checks import ChecksOptions
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
@@ -71,8 +72,8 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             ranks then exit with an error that contains their stacks. With None, only ``timeout`` applies.
         compression: Compression of gradients: "bf16" or "fp16". Other compressions have a state, which only the Trainer
             manages.
-        check_collectives: Whether ranks compare each collective before it starts, including your own
-            ``torch.distributed`` calls, for debugging. Each comparison is one all-gather of 1 KiB, and reads the stack.
+        checks: With ``ChecksOptions(check_collectives=True)``, ranks compare each collective before it starts, and each
+            ``torch.distributed`` call of your own, for debugging. Fabric supports no other field.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -101,7 +102,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
         process_group_options: Any | None = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         compression: Literal["bf16", "fp16"] | BFloat16 | Float16 | None = None,
-        check_collectives: bool = False,
+        checks: ChecksOptions | None = None,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
@@ -135,7 +136,7 @@ class DDPStrategy(ParallelStrategy, FabricDDPStrategy):
             timeout=timeout,
             start_method=start_method,
             hang_timeout=hang_timeout,
-            check_collectives=check_collectives,
+            checks=checks,
         )
         self._ddp_kwargs = kwargs
         self._process_group_options = process_group_options

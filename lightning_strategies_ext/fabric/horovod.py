@@ -21,7 +21,7 @@ from lightning_strategies_ext.arguments import (
     check_not_interactive,
     check_plugins,
 )
-from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_flag
 from lightning_strategies_ext.collectives.model_check import check_same_model
 from lightning_strategies_ext.fabric.parallel import ParallelStrategy
 from lightning_strategies_ext.horovod import environment, runtime
@@ -59,8 +59,8 @@ class HorovodStrategy(ParallelStrategy):
         broadcast_buffers: Whether rank 0 broadcasts its buffers in every training step, as in DDP by default. Otherwise
             each rank trains with its own buffers, and receives rank 0's at the first call of a module after
             ``module.eval()``, and before a checkpoint. All ranks must make this call.
-        check_collectives: Whether ranks compare each collective of the strategy before it starts, for debugging. Each
-            comparison is one all-gather of 1 KiB, and reads the stack.
+        checks: With ``ChecksOptions(check_collectives=True)``, ranks compare each collective of the strategy before it
+            starts, for debugging. Fabric supports no other field.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not built for this torch; the message contains the command to run.
@@ -87,7 +87,7 @@ class HorovodStrategy(ParallelStrategy):
         process_set: Any = None,
         hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
-        check_collectives: bool = False,
+        checks: ChecksOptions | None = None,
     ) -> None:
         if op == "adasum":
             raise ValueError(
@@ -115,7 +115,7 @@ class HorovodStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             hang_timeout=hang_timeout,
-            check_collectives=check_collectives,
+            checks=checks,
         )
         self._num_nodes = 1
         self._broadcast_buffers = broadcast_buffers

@@ -24,7 +24,7 @@ from lightning_strategies_ext._lightning.samplers import repeat_no_samples, shar
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import barrier_name, check_hang_timeout
 from lightning_strategies_ext.checkpoints import atomic_checkpoint_io
-from lightning_strategies_ext.checks import check_flag
+from lightning_strategies_ext.checks import ChecksOptions, check_fabric_checks
 from lightning_strategies_ext.collective_comparison import compare_collectives
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
@@ -46,7 +46,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         cluster_environment: Source of ranks and addresses; detected if None.
         hang_timeout: Time that ranks wait in a collective for an inactive rank, in seconds or as a ``timedelta``; None
             for no limit.
-        check_collectives: Whether ranks compare each collective before it starts, for debugging.
+        checks: Options of the checks, of which Fabric supports ``check_collectives``; no checks if None.
         **kwargs: Further arguments of the next base class.
 
     Attributes:
@@ -62,10 +62,10 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         *args: Any,
         cluster_environment: ClusterEnvironment | None,
         hang_timeout: float | timedelta | None,
-        check_collectives: bool = False,
+        checks: ChecksOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        self._check_collectives = check_flag("check_collectives", check_collectives)
+        self._check_collectives = check_fabric_checks(checks).check_collectives
         self._hang_timeout_s = check_hang_timeout(hang_timeout)
         self._stage_context = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)

@@ -8,16 +8,18 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
-from lightning_strategies_ext import RankDisagreementError
+from lightning_strategies_ext import ChecksOptions, RankDisagreementError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy
 from lightning_strategies_ext.fabric.horovod import HorovodStrategy
 from tests.support.horovod_ranks import try_horovod
 from tests.support.models import MLP, assert_same_bits, dataset, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+CHECKED = ChecksOptions(check_collectives=True)
 
-def train(backend: str, fault: str = "", check_collectives: bool = True) -> Any:
-    strategy = DDPStrategy(process_group_backend=backend, check_collectives=check_collectives, hang_timeout=20)
+
+def train(backend: str, fault: str = "", checks: ChecksOptions | None = CHECKED) -> Any:
+    strategy = DDPStrategy(process_group_backend=backend, checks=checks, hang_timeout=20)
     fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
     fabric.launch()
     fabric.seed_everything(11, verbose=False)
@@ -45,7 +47,7 @@ def call_torch(fault: str, is_faulty: bool) -> None:
 
 
 def checked_and_unchecked(backend: str) -> list[Any]:
-    return [train(backend), train(backend, check_collectives=False)]
+    return [train(backend), train(backend, checks=None)]
 
 
 @pytest.mark.processes
@@ -76,7 +78,7 @@ def test_a_call_of_one_rank_is_compared_with_the_backward_pass(backend: str) -> 
 
 
 def error_over_horovod() -> str:
-    fabric = Fabric(strategy=HorovodStrategy(check_collectives=True), devices=2, accelerator="cpu")
+    fabric = Fabric(strategy=HorovodStrategy(checks=CHECKED), devices=2, accelerator="cpu")
     fabric.launch()
     with pytest.raises(RankDisagreementError) as caught:
         fabric.all_gather(torch.ones(2)) if fabric.global_rank == 0 else fabric.barrier()
@@ -90,3 +92,8 @@ def test_every_rank_of_horovod_names_both_calls() -> None:
         # Horovod gathers tensors whose first dimensions differ.
         assert "rank 0 calls all_gather of a tensor of shape [0] and dtype float32, at `all_gather` in" in message
         assert "rank 1 calls barrier, at `barrier` in" in message
+
+
+def test_fabric_rejects_checks_of_losses_and_epochs():
+    with pytest.raises(ValueError, match="Fabric supports only the field `check_collectives`"):
+        DDPStrategy(checks=ChecksOptions(nonfinite_loss="error"))
