@@ -351,7 +351,8 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     g->step = 0;
     g->has_compared = 0;
     g->first_event = g->events;
-    g->blocks[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
+    g->blocks[g->rank]->calls[g->tensors % 2] =
+        (uint64_t)num_items << 8 | (uint64_t)g->has_copies << 7 | (uint64_t)type << 1 | (uint64_t)is_average;
     g->blocks[g->rank]->identities[g->tensors % 2] = identity;
     if (copies) {
         memcpy(g->copies, copies, (size_t)g->size * sizeof *copies);
@@ -365,7 +366,8 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     publish(g);
 }
 
-/* Returns the operation of a rank: number of items, times 256, plus twice the type, plus whether it is an average. */
+/* Returns the operation of a rank: the number of items, times 256; 128 if the result belongs in shared memory; twice the
+ * type; and 1 if it is an average. */
 uint64_t all_reduce_call(const Group *g, int rank) { return g->blocks[rank]->calls[g->tensors % 2]; }
 
 /* Returns the identity of a rank's operation. */

@@ -210,5 +210,7 @@ class NativeAllReduce:
 
     def _operation(self, local_rank: int) -> Operation:
         call = self._library.all_reduce_call(self._group, local_rank)
-        tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
+        tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 63]} ({'AVG' if call & 1 else 'SUM'})"
+        if call & 128:
+            tensors += " into shared memory"
         return Operation("all_reduce", tensors, self._library.all_reduce_identity(self._group, local_rank))

@@ -22,6 +22,8 @@ DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
 MIN_NUM_BYTES: Final = 128 * 1024
 #: Size of the native library's control block. The library has a quarter of a segment; the rest of that is its slots.
 CONTROL_BLOCK_NUM_BYTES: Final = 4096
+#: Size of a line of a core's cache, of which the native library uses whole ones; as in ``all_reduce.c``.
+LINE_NUM_BYTES: Final = 64
 _NATIVE_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024
 #: Environment variable with the size of each rank's segment, in bytes.
@@ -99,4 +101,4 @@ class Segment:
     @property
     def native_slot_num_bytes(self) -> int:
         """Maximum size of a piece in the native library, in bytes."""
-        return (self.control_block.numel() - CONTROL_BLOCK_NUM_BYTES) // NUM_SLOTS // 64 * 64
+        return (self.control_block.numel() - CONTROL_BLOCK_NUM_BYTES) // NUM_SLOTS // LINE_NUM_BYTES * LINE_NUM_BYTES
