@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,11 +168,9 @@ def reduce_into_shared_memory_on_one_rank(numel: int) -> str:
     memory = group.share_memory(tensor.nbytes)
     pointers = (ctypes.c_void_p * 2)(*(each.data_ptr() for each in memory))
     copies = SharedCopies(memory[rank].view(tensor.dtype), pointers, memory)
+    start = partial(group.all_reduce_into, copies, tensor) if rank == 0 else partial(group.allreduce, [tensor])
     with pytest.raises(dist.DistBackendError) as caught:
-        if rank == 0:
-            group.all_reduce_into(copies, tensor, dist.AllreduceOptions()).wait()
-        else:
-            group.allreduce([tensor], dist.AllreduceOptions()).wait()
+        start(dist.AllreduceOptions()).wait()
     return str(caught.value)
 
 
