@@ -97,7 +97,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return self._native is not None
 
     def share_memory(self, num_bytes: int) -> list[Tensor]:
-        """Maps further shared memory of each rank. Collective: all ranks call it; all must be on one host.
+        """Maps further shared memory of each rank. Collective: all ranks call it.
 
         Args:
             num_bytes: Size of each rank's memory, in bytes.
@@ -110,7 +110,10 @@ class ShmProcessGroup(dist.ProcessGroup):
                 ranks exceeds half of the free space.
             DistBackendError: If a rank has exited.
             TimeoutError: If a rank does not call it before the timeout.
+            ValueError: On all ranks, if they are on several hosts.
         """
+        if self.spans_hosts:
+            raise ValueError("`share_memory` requires that all ranks of the group are on one host.")
         return self._share_memory(num_bytes)
 
     def all_reduce_into(self, copies: SharedCopies, tensor: Tensor, opts: dist.AllreduceOptions) -> ShmWork:
@@ -139,7 +142,10 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leaves the group; operations in progress fail, on this rank and on others. Repeated calls are no-ops."""
+        """Leaves the group. Repeated calls are no-ops.
+
+        Operations in progress fail, on this rank and on others, except those that gloo performs.
+        """
         self._finalizer()
 
     def abort(self) -> None:
@@ -155,11 +161,12 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Reduces a tensor over all ranks, in place."""
         native = self._native
         # Nearly all calls take this path. It is short because a large tensor evicts its code from the core's caches.
-        if native is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
-            tensor, opts = args[0][0], args[1]
-            if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and native.supports(tensor, opts.reduceOp):
-                with record_call("all_reduce"):
-                    return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
+        match args:
+            case [[tensor], opts] if native is not None and type(opts) is dist.AllreduceOptions:
+                is_simple = is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous()
+                if is_simple and native.supports(tensor, opts.reduceOp):
+                    with record_call("all_reduce"):
+                        return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
         return self._all_reduce(*args, **kwargs)
 
     @accept_single_tensor(dist.AllreduceOptions, ["tensors"], ["op", "timeout"])
