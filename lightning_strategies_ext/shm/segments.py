@@ -7,6 +7,7 @@ kernel frees it when the last of them has exited, in any way. Its pages are allo
 
 import mmap
 import os
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -26,23 +27,24 @@ CONTROL_BLOCK_NUM_BYTES: Final = 4096
 LINE_NUM_BYTES: Final = 64
 _NATIVE_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024
+#: Maximum number of ranks on this host in a group of this process.
+_max_local_ranks = 0
 #: Environment variable with the size of each rank's segment, in bytes.
 SIZE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_SEGMENT_BYTES"
 
 
-def resolve_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
-    """Returns the size of a segment: the argument, else the environment variable :data:`SIZE_VARIABLE`, else a default.
+def resolve_num_bytes(num_bytes: int | None) -> int | None:
+    """Returns the size of a segment: the argument, else the environment variable :data:`SIZE_VARIABLE`, else None.
 
     Args:
         num_bytes: Size in bytes, or None.
-        num_ranks: Number of ranks, for the default.
 
     Raises:
         ValueError: If the size is not a number, or too small.
     """
-    is_crowded = num_ranks > len(os.sched_getaffinity(0))
-    default = DEFAULT_NUM_BYTES_WHEN_CROWDED if is_crowded else DEFAULT_NUM_BYTES
-    value = os.environ.get(SIZE_VARIABLE, default) if num_bytes is None else num_bytes
+    value = os.environ.get(SIZE_VARIABLE) if num_bytes is None else num_bytes
+    if value is None:
+        return None
     source = SIZE_VARIABLE if num_bytes is None else "segment_num_bytes"
     try:
         chosen = int(value)
@@ -68,20 +70,30 @@ def create(num_bytes: int) -> int:
     return fd
 
 
+def grow_if_crowded(fd: int, num_local_ranks: int) -> None:
+    """Enlarges a segment of the default size if ranks share cores, and ``/dev/shm`` has space.
+
+    Args:
+        fd: Descriptor of the segment, which no process has mapped yet.
+        num_local_ranks: Number of ranks of a group on this host; ranks of earlier groups of this process count, too.
+    """
+    global _max_local_ranks
+    _max_local_ranks = max(_max_local_ranks, num_local_ranks)
+    if _max_local_ranks > len(os.sched_getaffinity(0)):
+        with suppress(OSError):
+            os.posix_fallocate(fd, 0, DEFAULT_NUM_BYTES_WHEN_CROWDED)
+
+
 def mapped(fd: int) -> Tensor:
-    """Maps a whole segment into this process as a tensor of bytes, and closes its descriptor."""
-    try:
-        memory = mmap.mmap(fd, 0)
-    finally:
-        os.close(fd)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    """Maps a whole segment into this process as a tensor of bytes. Its descriptor is not required afterwards."""
+    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
 
 
 class Segment:
     """One rank's segment, mapped into this process.
 
     Args:
-        fd: Descriptor of the segment, which is closed.
+        fd: Descriptor of the segment.
 
     Attributes:
         slots: Slots for the rounds, one byte tensor each.
