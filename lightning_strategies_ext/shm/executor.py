@@ -199,11 +199,16 @@ class OperationExecutor:
         completed: ShmWork | None = None
         try:
             if self._queue and self._try_to_finish(self._queue[0], until):
-                completed = self._queue.popleft()
-        except BaseException:  # such as Ctrl-C of the user
-            completed = self._queue.popleft()
+                completed = self._queue[0]
+        except BaseException as raised:  # such as Ctrl-C of the user, at any line
+            completed = self._queue[0]
+            if not completed.is_completed():  # otherwise a thread that waits for it would never return
+                self._fail_group(f"{completed.name}: {str(raised) or type(raised).__name__}")
+                completed.end(DistBackendError(f"{self._broken}."))
             raise
         finally:
+            if completed is not None:
+                self._queue.popleft()
             self._is_running.release()
             if completed is not None:
                 completed.fulfill_future()
