@@ -11,7 +11,8 @@ from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.reduction import Reduction
-from tests.support.ranks import run_ranks
+from tests.shm.start import PER_HOST, start_shm
+from tests.support.ranks import rank_environment, run_ranks
 
 
 def contributed(rank: int) -> torch.Tensor:
@@ -82,3 +83,21 @@ def test_a_missing_rank_is_an_error_at_the_timeout():
 )
 def test_only_short_messages_use_one_shot(num_bytes: int, num_ranks: int, num_sharing: int, is_it: bool):
     assert is_short(num_bytes, num_ranks, num_sharing) == is_it
+
+
+def reduce_dtypes_that_gloo_rejects() -> list[list[float]]:
+    rank = start_shm()
+    with pytest.raises(ValueError, match="on one host"):
+        dist.group.WORLD.share_memory(64)
+    found = []
+    for dtype, op in ((torch.int16, ReduceOp.SUM), (torch.int16, ReduceOp.MAX), (torch.float8_e5m2, ReduceOp.PRODUCT)):
+        tensor = torch.full((1_300_000,), rank + 2.0).to(dtype)
+        dist.all_reduce(tensor, op)
+        found.append(tensor.float().unique().tolist())
+    return found
+
+
+@pytest.mark.processes
+def test_long_tensors_of_any_dtype_are_reduced_between_hosts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(rank_environment, PER_HOST, "1")
+    assert run_ranks(reduce_dtypes_that_gloo_rejects) == [[[5.0], [3.0], [6.0]]] * 2
