@@ -1,7 +1,7 @@
 """Algorithms: collectives as sequences of rounds. Their results are those of torch.distributed.
 
 All algorithms work on flat, contiguous tensors of one dtype. Large tensors are split into pieces of a slot's size; two
-pieces are published while a third is read.
+pieces are published while a third is read. An empty tensor is one empty piece, so every collective has a round.
 
 =================  =====================================================================================
 all-reduce         2 ranks, or a small tensor: each rank publishes its tensor and reduces all tensors, in
@@ -60,7 +60,7 @@ def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
 
         num_bytes = [piece.numel() if rank == root else 0 for rank in range(rounds.size)]
         steps.append(Round(num_bytes, _copying(piece), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, readers: Sequence[int] | None = None) -> Plan:
@@ -82,7 +82,7 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
                 into[index].copy_(piece if rank == rounds.rank else views[rank])
 
         steps.append(Round([piece.numel()] * rounds.size, _copying(piece), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
@@ -102,7 +102,7 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
 
         num_bytes = [length * rounds.size if rank == root else 0 for rank in range(rounds.size)]
         steps.append(Round(num_bytes, _concatenating([part[index] for part in parts]), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
@@ -122,7 +122,7 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
 
         publish = _concatenating([_bytes_of(part[index]) for part in parts])
         steps.append(Round([into.nbytes * rounds.size] * rounds.size, publish, read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def barrier(rounds: Rounds) -> Plan:
@@ -141,7 +141,7 @@ def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reade
                 reduction(parts, piece)
 
         steps.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def _all_reduce_by_shards(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:

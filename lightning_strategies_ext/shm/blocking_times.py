@@ -36,10 +36,10 @@ def set_recording(is_on: bool) -> None:
 
 def drain() -> list[BlockingCall]:
     """Returns and clears the recorded calls; empty unless :func:`set_recording` has turned recording on."""
-    if not _recorded:
+    if not (all_calls := _recorded):
         return []
-    calls = list(_recorded)
-    _recorded.clear()
+    calls = all_calls[:]
+    del all_calls[: len(calls)]  # other threads may have added calls in the meantime
     return calls
 
 

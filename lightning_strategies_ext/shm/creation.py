@@ -119,6 +119,8 @@ def _share_memory(
     num_bytes: int,
 ) -> list[Tensor]:
     """Implements :meth:`.ShmProcessGroup.share_memory`."""
+    if len(peers) + 1 < size:
+        raise ValueError("`share_memory` requires that all ranks of the group are on one host.")
     deadline = time.monotonic() + gloo.timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
     with closing(rendezvous), ExitStack() as opened:

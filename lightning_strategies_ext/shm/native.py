@@ -111,7 +111,7 @@ class NativeAllReduce:
             CONTROL_BLOCK_NUM_BYTES,
             slot_num_bytes,
             (ctypes.c_int * self._size)(*fds),
-            HEADER.pack(WAKE, 0, 0, 0, 0),
+            HEADER.pack(WAKE, 0, 0, 0, 0, 0),
         )
 
     @staticmethod

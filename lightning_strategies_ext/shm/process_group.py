@@ -112,8 +112,6 @@ class ShmProcessGroup(dist.ProcessGroup):
             TimeoutError: If a rank does not call it before the timeout.
             ValueError: On all ranks, if they are on several hosts.
         """
-        if self.spans_hosts:
-            raise ValueError("`share_memory` requires that all ranks of the group are on one host.")
         return self._share_memory(num_bytes)
 
     def all_reduce_into(self, copies: SharedCopies, tensor: Tensor, opts: dist.AllreduceOptions) -> ShmWork:
@@ -142,10 +140,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leaves the group. Repeated calls are no-ops.
-
-        Operations in progress fail, on this rank and on others, except those that gloo performs.
-        """
+        """Leaves the group. Operations in progress fail, except those that gloo performs. Later calls are no-ops."""
         self._finalizer()
 
     def abort(self) -> None:

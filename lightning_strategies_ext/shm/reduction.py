@@ -47,7 +47,7 @@ class Reduction:
 
     def __init__(self, op: Any, dtype: torch.dtype, num_ranks: int) -> None:
         kind = getattr(op, "op", op)
-        combine = next((combine for known, combine in _BY_OP.items() if known == kind), None)
+        combine = _BY_OP.get(kind)
         if combine is None:
             raise ValueError(
                 f"`op={op}`: the process group 'shm' supports {', '.join(known.name for known in _BY_OP)}."

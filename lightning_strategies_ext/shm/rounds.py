@@ -92,12 +92,19 @@ class Rounds:
         self._messages = [torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8) for _ in segments]
         self._bytes = [memoryview(message.numpy()) for message in self._messages]  # type: ignore[arg-type]
         self._published = self._read = 0
-        self._own = 0, 0, 0  # operation number, size in bytes, and identity of the current operation
+        #: Operation number, size in bytes, identity, and checksum of the tensors of the current operation.
+        self._own = 0, 0, 0, 0
         self._known_identity = 0  # identity of the operation, if this rank or a peer has stated it
         self._awaited: list[int] = []
 
     def run(
-        self, operation: int, rounds: Sequence[Round], lookahead: int, deadline: float, identity: int = 0
+        self,
+        operation: int,
+        rounds: Sequence[Round],
+        lookahead: int,
+        deadline: float,
+        identity: int = 0,
+        checksum: int = 0,
     ) -> Generator[None, None, None]:
         """Runs the rounds of one operation; yields whenever other ranks are not ready yet.
 
@@ -108,6 +115,7 @@ class Rounds:
                 :data:`LOOKAHEAD`.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
             identity: Identity of the operation, see :mod:`lightning_strategies_ext.identities`.
+            checksum: Checksum of the tensors, from :func:`.operation_ids.checksum_of`; must be equal on all ranks.
 
         Raises:
             PeerLostError: If a peer has exited or left the group.
@@ -116,7 +124,7 @@ class Rounds:
         """
         # Messages have 16 bits for the round number, which suffice: ranks are at most two rounds apart.
         total = sum(sum(step.num_bytes) for step in rounds)
-        self._own = operation, total, identity
+        self._own = operation, total, identity, checksum
         self._known_identity = identity
         for step in rounds[:lookahead]:
             self._publish(step, deadline)
@@ -171,11 +179,12 @@ class Rounds:
         peer, into = self._peers[local_rank], self._bytes[local_rank]
         if not self._links.receive(peer, into):
             return False
-        _, number, operation, total, identity = HEADER.unpack_from(into)
+        _, number, operation, total, identity, checksum = HEADER.unpack_from(into)
         known: int | None = self._known_identity
         if identity != known:
             known = merge_identities(self._known_identity, identity)
-        if (operation, total) != self._own[:2] or number != self._read & 0xFFFF or known is None:
+        is_own = (operation, total, checksum) == (self._own[0], self._own[1], self._own[3])
+        if not is_own or number != self._read & 0xFFFF or known is None:
             operations = [
                 None if other == self.rank or other in self._awaited[1:] else received_operation(message)
                 for other, message in enumerate(self._bytes)
@@ -208,9 +217,11 @@ class Rounds:
 
 def received_operation(message: memoryview) -> Operation:
     """Returns the operation of the rank that has sent a message."""
-    _, _, operation, total, identity = HEADER.unpack_from(message)
-    return _described(operation, total, identity)
+    return _described(*HEADER.unpack_from(message)[2:])
 
 
-def _described(operation: int, total: int, identity: int) -> Operation:
-    return Operation(describe_operation(operation), f", {total} bytes on all ranks together", identity)
+def _described(operation: int, total: int, identity: int, checksum: int) -> Operation:
+    tensors = f", {total} bytes on all ranks together"
+    if checksum:
+        tensors += f" (checksum of sizes and dtypes: {checksum:08x})"
+    return Operation(describe_operation(operation), tensors, identity)

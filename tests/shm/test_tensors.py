@@ -205,6 +205,12 @@ def disagree(on: str) -> None:
         dist.reduce(tensor, rank)
     elif on == "reduction to a scatter":
         dist.reduce_scatter_tensor(tensor[:2].clone(), tensor, ReduceOp.MIN if rank else ReduceOp.AVG)
+    elif on == "sizes of several tensors":
+        several = tensor.bfloat16().repeat(2).split([5, 3] if rank else [3, 5])
+        dist.group.WORLD.allreduce_coalesced(list(several), dist.AllreduceCoalescedOptions()).wait()
+    elif on == "dtypes of several tensors":
+        several = [tensor.bfloat16(), tensor.to(torch.float16 if rank else torch.int16)]
+        dist.group.WORLD.allreduce_coalesced(several, dist.AllreduceCoalescedOptions()).wait()
 
 
 @pytest.mark.parametrize(
@@ -215,6 +221,8 @@ def disagree(on: str) -> None:
         ("root of a broadcast", ["broadcast of torch.float32 with root 0", "broadcast of torch.float32 with root 1"]),
         ("root of a reduce", ["root 0", "root 1"]),
         ("reduction to a scatter", ["(MIN)", "(AVG)"]),
+        ("sizes of several tensors", ["32 bytes on all ranks together (checksum", "tensors of the same shape"]),
+        ("dtypes of several tensors", ["32 bytes on all ranks together (checksum", "tensors of the same shape"]),
     ],
 )
 def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, expected_texts: list[str]):
