@@ -46,7 +46,7 @@ def all_reduce(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
 
 def reduce(rounds: Rounds, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
     """Plans the reduction of ``tensor`` over all ranks, in place on the root."""
-    return _reduce_whole(rounds, tensor, reduction, is_reader=rounds.rank == root)
+    return _reduce_whole(rounds, tensor, reduction, is_reader=rounds.local_rank == root)
 
 
 def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
@@ -55,7 +55,7 @@ def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
     for piece in _bytes_of(tensor).split(rounds.slot_num_bytes):
 
         def read(views: list[Tensor], piece: Tensor = piece) -> None:
-            if rounds.rank != root:
+            if rounds.local_rank != root:
                 piece.copy_(views[root])
 
         num_bytes = [piece.numel() if rank == root else 0 for rank in range(rounds.size)]
@@ -72,14 +72,14 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
         tensor: Tensor of this rank.
         readers: Ranks that receive the tensors; all ranks if None.
     """
-    is_reader = readers is None or rounds.rank in readers
+    is_reader = readers is None or rounds.local_rank in readers
     pieces = [_bytes_of(output).split(rounds.slot_num_bytes) for output in outputs] if is_reader else []
     steps = []
     for index, piece in enumerate(_bytes_of(tensor).split(rounds.slot_num_bytes)):
 
         def read(views: list[Tensor], index: int = index, piece: Tensor = piece) -> None:
             for rank, into in enumerate(pieces):
-                into[index].copy_(piece if rank == rounds.rank else views[rank])
+                into[index].copy_(piece if rank == rounds.local_rank else views[rank])
 
         steps.append(Round([piece.numel()] * rounds.size, _copying(piece), read))
     return steps, LOOKAHEAD
@@ -89,16 +89,16 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
     """Plans the copy of the root's ``inputs[i]`` to ``output`` of rank i."""
     shard_size = max(1, rounds.slot_num_bytes // rounds.size)
     into = _bytes_of(output).split(shard_size)
-    parts = [_bytes_of(tensor).split(shard_size) for tensor in inputs] if rounds.rank == root else []
+    parts = [_bytes_of(tensor).split(shard_size) for tensor in inputs] if rounds.local_rank == root else []
     steps = []
     for index, piece in enumerate(into):
         length = piece.numel()
 
         def read(views: list[Tensor], index: int = index, piece: Tensor = piece) -> None:
-            if rounds.rank == root:
+            if rounds.local_rank == root:
                 piece.copy_(parts[root][index])
             else:
-                piece.copy_(views[root].narrow(0, rounds.rank * piece.numel(), piece.numel()))
+                piece.copy_(views[root].narrow(0, rounds.local_rank * piece.numel(), piece.numel()))
 
         num_bytes = [length * rounds.size if rank == root else 0 for rank in range(rounds.size)]
         steps.append(Round(num_bytes, _concatenating([part[index] for part in parts]), read))
@@ -113,11 +113,11 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
     for index, into in enumerate(output.split(shard_size)):
 
         def read(views: list[Tensor], index: int = index, into: Tensor = into) -> None:
-            start = rounds.rank * into.numel()
+            start = rounds.local_rank * into.numel()
             operands = [
                 view.view(into.dtype).narrow(0, start, into.numel()) if view.numel() else into for view in views
             ]
-            operands[rounds.rank] = parts[rounds.rank][index]
+            operands[rounds.local_rank] = parts[rounds.local_rank][index]
             reduction(operands, into)
 
         publish = _concatenating([_bytes_of(part[index]) for part in parts])
@@ -137,7 +137,7 @@ def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reade
         def read(views: list[Tensor], piece: Tensor = piece) -> None:
             if is_reader:
                 parts = [view.view(piece.dtype) for view in views]
-                parts[rounds.rank] = piece
+                parts[rounds.local_rank] = piece
                 reduction(parts, piece)
 
         steps.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), read))
@@ -149,15 +149,15 @@ def _all_reduce_by_shards(rounds: Rounds, tensor: Tensor, reduction: Reduction) 
     for piece in tensor.split(rounds.slot_num_bytes // tensor.element_size()):
         shards = list(piece.tensor_split(rounds.size))
         starts = [shard.storage_offset() - piece.storage_offset() for shard in shards]
-        own = shards[rounds.rank]
+        own = shards[rounds.local_rank]
 
-        def reduce_own(views: list[Tensor], own: Tensor = own, start: int = starts[rounds.rank]) -> None:
+        def reduce_own(views: list[Tensor], own: Tensor = own, start: int = starts[rounds.local_rank]) -> None:
             parts = [view.view(own.dtype).narrow(0, start, own.numel()) if view.numel() else own for view in views]
             reduction(parts, own)
 
         def copy_others(views: list[Tensor], shards: list[Tensor] = shards) -> None:
             for rank, shard in enumerate(shards):
-                if rank != rounds.rank:
+                if rank != rounds.local_rank:
                     shard.copy_(views[rank].view(shard.dtype))
 
         scatters.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), reduce_own))

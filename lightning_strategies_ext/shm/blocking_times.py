@@ -1,7 +1,8 @@
 """Records how long calls block the threads that start operations, while recording is on.
 
-A short operation ends within the call that starts it; a longer one is executed there for up to a millisecond (see
-:mod:`.executor`). To the caller of an asynchronous operation, this time looks like computation.
+An operation for which all ranks are ready ends within the call that starts it. The caller of another operation waits
+there for up to a millisecond (see :mod:`.executor`). To the caller of an asynchronous operation, this time looks like
+computation.
 """
 
 import threading

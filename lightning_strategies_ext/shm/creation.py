@@ -188,7 +188,7 @@ def _try_to_create(num_bytes: int, rank: int, opened: ExitStack) -> tuple[int, s
 
 
 def _leaders_of(announced: list[dict[str, Any]]) -> list[int]:
-    """Returns the first rank of each host."""
+    """Returns the leader of each host, its first rank."""
     first: dict[str, int] = {}
     for rank, info in enumerate(announced):
         first.setdefault(info["host"], rank)

@@ -1,4 +1,7 @@
-"""All-reduce over several hosts: reduction in each host, all-reduce of their first ranks, broadcast in each host."""
+"""All-reduce over several hosts: reduction in each host, all-reduce of the host leaders, broadcast in each host.
+
+The leader of a host is its first rank.
+"""
 
 import time
 from collections.abc import Generator, Sequence
@@ -16,7 +19,7 @@ from lightning_strategies_ext.shm.native import NativeAllReduce
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
 from lightning_strategies_ext.shm.reduction import Reduction
-from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
+from lightning_strategies_ext.shm.rounds import POLL_S, Rounds
 from lightning_strategies_ext.shm.work import Waitable
 
 #: Size of one inter-host transfer, in bytes; meanwhile, hosts broadcast the previous piece and reduce the next piece.
@@ -36,7 +39,7 @@ class HierarchicalAllReduce:
     Args:
         rounds: Rounds of the ranks of this host.
         native: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
-        leaders: gloo group of the first rank of each host; None if this rank is not one of them.
+        leaders: gloo group of the host leaders; None if this rank is not one of them.
     """
 
     def __init__(self, rounds: Rounds, native: NativeAllReduce | None, leaders: Any) -> None:
@@ -50,9 +53,9 @@ class HierarchicalAllReduce:
         self._identity = 0
 
     @property
-    def spin_s(self) -> float:
+    def poll_s(self) -> float:
         """Time for which the caller polls before it sleeps, in seconds."""
-        return SPIN_S if self._waits_inter_host else self._intra_host.spin_s
+        return POLL_S if self._waits_inter_host else self._intra_host.poll_s
 
     def run(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float, identity: int

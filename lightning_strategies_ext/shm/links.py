@@ -1,7 +1,8 @@
 """Links: signals and small messages between the ranks of one host.
 
-Each pair of ranks is connected by a Unix socket that preserves message boundaries (``SOCK_SEQPACKET``). Flags in shared
-memory would be faster, but for sockets the kernel guarantees, on every processor:
+Each pair of ranks is connected by a Unix socket that preserves message boundaries (``SOCK_SEQPACKET``). The counters in
+shared memory of the native library are faster, but require atomic operations. For sockets the kernel guarantees, on
+every processor:
 
 - A rank that has received a message sees everything that the sender wrote before, also in shared memory.
 - A rank that waits sleeps, and is woken.

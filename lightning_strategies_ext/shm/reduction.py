@@ -75,8 +75,8 @@ class Reduction:
     def divide(self, total: Tensor) -> None:
         """Divides a sum by the number of ranks if the operator is AVG; truncates integers, as NCCL does."""
         if self.op == ReduceOp.AVG:
-            is_whole = not (total.is_floating_point() or total.is_complex())
-            total.div_(self._num_ranks, rounding_mode="trunc" if is_whole else None)
+            is_integer = not (total.is_floating_point() or total.is_complex())
+            total.div_(self._num_ranks, rounding_mode="trunc" if is_integer else None)
 
     def undivided(self) -> "Reduction":
         """Returns the same reduction, but SUM instead of AVG."""

@@ -36,7 +36,7 @@ from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 #: Maximum number of rounds that are published before the first of them has been read.
 LOOKAHEAD: Final = 2
 #: Seconds for which a rank polls before it sleeps. Between two polls, it yields its core.
-SPIN_S: Final = 100e-6
+POLL_S: Final = 100e-6
 _EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -60,27 +60,27 @@ class Rounds:
     """Runs the rounds of one rank.
 
     Args:
-        rank: Index of this rank among the ranks of the host.
-        peers: Other ranks of the host, by their index.
+        local_rank: Local rank of this process: its index among the ranks of the group on this host.
+        peers: Other ranks of the host, by local rank.
         links: Links to the peers.
-        segments: Segments of all ranks of the host, by their index.
+        segments: Segments of all ranks of the host, by local rank.
         comparison: Creates the error if ranks are in different operations.
 
     Attributes:
-        spin_s: Time for which the caller polls before it sleeps, in seconds.
+        poll_s: Time for which the caller polls before it sleeps, in seconds.
     """
 
-    spin_s: Final = SPIN_S
+    poll_s: Final = POLL_S
 
     def __init__(
         self,
-        rank: int,
+        local_rank: int,
         peers: dict[int, LocalPeer],
         links: Links,
         segments: Sequence[Segment],
         comparison: Comparison,
     ) -> None:
-        self.rank = rank
+        self.local_rank = local_rank
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
         self._peers = peers
@@ -162,14 +162,14 @@ class Rounds:
         self._links.shut_down(BROKEN, reason)
 
     def _publish(self, step: Round, deadline: float) -> None:
-        num_bytes = step.num_bytes[self.rank]
+        num_bytes = step.num_bytes[self.local_rank]
         HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, *self._own)
         length = HEADER.size
         if 0 < num_bytes <= INLINE_NUM_BYTES:
             length += num_bytes
             step.publish(self._own_message[HEADER.size : length])
         elif num_bytes:
-            step.publish(self._slots[self.rank][self._published % NUM_SLOTS][:num_bytes])
+            step.publish(self._slots[self.local_rank][self._published % NUM_SLOTS][:num_bytes])
         self._published += 1
         message = [self._own_bytes[:length]]
         for peer in self._peers.values():
@@ -186,10 +186,10 @@ class Rounds:
         is_own = (operation, total, checksum) == (self._own[0], self._own[1], self._own[3])
         if not is_own or number != self._read & 0xFFFF or known is None:
             operations = [
-                None if other == self.rank or other in self._awaited[1:] else received_operation(message)
+                None if other == self.local_rank or other in self._awaited[1:] else received_operation(message)
                 for other, message in enumerate(self._bytes)
             ]
-            operations[self.rank] = self.current_operation
+            operations[self.local_rank] = self.current_operation
             raise self._comparison.mismatch(operations)
         self._known_identity = known
         return True
@@ -206,7 +206,7 @@ class Rounds:
     def _views(self, step: Round) -> list[Tensor]:
         views = []
         for local_rank, num_bytes in enumerate(step.num_bytes):
-            if not num_bytes or local_rank == self.rank:
+            if not num_bytes or local_rank == self.local_rank:
                 views.append(_EMPTY)
             elif num_bytes > INLINE_NUM_BYTES:
                 views.append(self._slots[local_rank][self._read % NUM_SLOTS][:num_bytes])

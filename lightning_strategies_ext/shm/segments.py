@@ -1,8 +1,9 @@
 """Segments: shared memory of the ranks of one host, for data that is too large for a message.
 
-A segment is a file in ``/dev/shm`` that never has a name (``O_TMPFILE``). Ranks send each other its descriptor, and the
-kernel frees it when the last of them has exited, in any way. Its pages are allocated at its creation, so that a full
-``/dev/shm`` raises an error there, instead of a signal that kills the process during a step.
+A segment is a file in ``/dev/shm`` that never has a name (``O_TMPFILE``). Ranks send each other its descriptor. The
+kernel frees the segment when no process has it open or mapped, also if ranks were killed. Its pages are allocated at
+its creation, so that a full ``/dev/shm`` raises an error there. Otherwise a write during a step would kill the process
+with a signal.
 """
 
 import mmap
@@ -21,7 +22,8 @@ DEFAULT_NUM_BYTES: Final = 2 * 1024 * 1024
 #: Default size if ranks share cores. Each piece costs context switches, so fewer and larger pieces were faster.
 DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
 MIN_NUM_BYTES: Final = 128 * 1024
-#: Size of the native library's control block. The library has a quarter of a segment; the rest of that is its slots.
+#: Size of the native library's control block. The library has a quarter of a segment, the native area: this block, and
+#: then the library's slots.
 CONTROL_BLOCK_NUM_BYTES: Final = 4096
 #: Size of a line of a core's cache, of which the native library uses whole ones; as in ``all_reduce.c``.
 LINE_NUM_BYTES: Final = 64
@@ -59,7 +61,7 @@ def create(num_bytes: int) -> int:
     """Creates a segment and returns its descriptor.
 
     Raises:
-        OSError: If ``/dev/shm`` does not exist or is full.
+        OSError: If ``/dev/shm`` does not exist, is full, or has no unnamed files.
     """
     fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -97,12 +99,12 @@ class Segment:
 
     Attributes:
         slots: Slots for the rounds, one byte tensor each.
-        control_block: Byte tensor for the native library: its control block and its slots.
+        native_area: Byte tensor for the native library: its control block, and then its slots.
     """
 
     def __init__(self, fd: int) -> None:
         whole = mapped(fd)
-        self.control_block, slots = whole.tensor_split([whole.numel() // _NATIVE_SHARE])
+        self.native_area, slots = whole.tensor_split([whole.numel() // _NATIVE_SHARE])
         self.slots: tuple[Tensor, ...] = slots.chunk(NUM_SLOTS)
 
     @property
@@ -113,4 +115,4 @@ class Segment:
     @property
     def native_slot_num_bytes(self) -> int:
         """Maximum size of a piece in the native library, in bytes."""
-        return (self.control_block.numel() - CONTROL_BLOCK_NUM_BYTES) // NUM_SLOTS // LINE_NUM_BYTES * LINE_NUM_BYTES
+        return (self.native_area.numel() - CONTROL_BLOCK_NUM_BYTES) // NUM_SLOTS // LINE_NUM_BYTES * LINE_NUM_BYTES

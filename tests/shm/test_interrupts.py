@@ -28,7 +28,7 @@ def succeed() -> Generator[None, None, None]:
 
 
 def in_the_reply(executor: OperationExecutor) -> ShmWork:
-    waitable: Any = SimpleNamespace(spin_s=0.0, reply_to_mismatch=interrupt)
+    waitable: Any = SimpleNamespace(poll_s=0.0, reply_to_mismatch=interrupt)
     return ShmWork("all_reduce", find_a_mismatch(), waitable, [torch.ones(1)], time.monotonic() + 60, executor)
 
 
@@ -39,7 +39,7 @@ def before_the_operation(executor: OperationExecutor) -> ShmWork:
 
 
 def after_the_operation(executor: OperationExecutor) -> ShmWork:
-    waitable: Any = SimpleNamespace(spin_s=0.0)
+    waitable: Any = SimpleNamespace(poll_s=0.0)
     work = ShmWork("all_reduce", succeed(), waitable, [torch.ones(1)], time.monotonic() + 60, executor)
     work.end = lambda error: interrupt() if error is None else ShmWork.end(work, error)  # type: ignore[method-assign]
     return work

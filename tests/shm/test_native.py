@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.identities import FIELDS
-from lightning_strategies_ext.shm import compiler
+from lightning_strategies_ext.shm import compiler, native_build
 from lightning_strategies_ext.shm.compiler import SOURCE, NativeLibraryError, compile_library
 from lightning_strategies_ext.shm.links import HEADER
 from lightning_strategies_ext.shm.native import MAX_RANKS, SharedCopies
@@ -94,7 +94,7 @@ def test_the_library_relies_only_on_guarantees_of_the_c11_memory_model(
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
         ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # depends on which error occurs first
-        ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
+        ("(request & 255) == (uint64_t)g->rank + 1", "(request & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
 def test_the_stress_test_detects_injected_bugs(tmp_path: Path, right: str, wrong: str, report: str):
@@ -259,6 +259,19 @@ def test_a_compiler_that_fails_is_quoted(cached_library: Path, tmp_path: Path, m
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(NativeLibraryError, match="out of order"):
         library()
+    compiler.write_text("#!/bin/sh\necho 'it ran again' >&2\nexit 3\n")
+    with pytest.raises(NativeLibraryError, match="out of order"):
+        library()
+
+
+def test_a_library_of_another_version_in_the_wheel_is_ignored(
+    cached_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source, of_another_version = tmp_path / "empty.c", tmp_path / "all_reduce.so"
+    source.write_text("int all_reduce_group_bytes(void) { return 0; }")
+    subprocess.run([*compiler.command(), *compiler.FLAGS, "-o", of_another_version, source], check=True)
+    monkeypatch.setattr(native_build, "IN_WHEEL", of_another_version)
+    assert library().functions.all_reduce_group_bytes() > 0
 
 
 def test_a_long_compiler_error_is_quoted_from_the_start_of_a_line(tmp_path):
