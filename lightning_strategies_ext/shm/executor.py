@@ -29,9 +29,9 @@ from lightning_strategies_ext.shm.work import ShmWork
 #: with busy cores, that thread waits for a core at each piece of a large tensor: without this wait, a step with 4 MB of
 #: gradients took up to three times as long.
 MAX_CALLER_BLOCK_S: Final = 1e-3
-#: A handle has a part in C++ and a part in Python. C++ code stores only the C++ part: if the Python part is freed, a wait
-#: of the C++ code never returns. DDP's `join` stores a handle for a single float that way. The last handles of tensors up
-#: to this size, in bytes, are kept alive.
+#: A handle has a part in C++ and a part in Python. C++ code stores only the C++ part: if the Python part is freed, a
+#: wait of the C++ code never returns. DDP's `join` stores a handle for a single float that way. The last handles of
+#: tensors up to this size, in bytes, are kept alive.
 _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
 #: Seconds after a deadline in which the executing thread can raise its error, which names the awaited ranks, before a

@@ -2,8 +2,8 @@
 
 A gloo group executes the other operations: point-to-point, all-to-all, sparse tensors, ``allgather_coalesced``, and
 future operations of torch. Tensors whose memory cannot be read are passed to gloo through torch's dispatcher: gloo
-rejects a DTensor, and tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each host,
-and gloo between the host leaders. All other collectives over several hosts use gloo only.
+rejects a DTensor, and tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each
+host, and gloo between the host leaders. All other collectives over several hosts use gloo only.
 """
 # torch's stubs describe calls of a C++ class; torch.distributed calls a Python class only with these signatures.
 # mypy: disable-error-code="override,assignment,call-arg"
