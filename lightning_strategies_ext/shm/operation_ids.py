@@ -25,8 +25,6 @@ class CollectiveKind(IntEnum):
 
 #: Kinds whose number includes a root.
 _ROOTED: Final = (CollectiveKind.REDUCE, CollectiveKind.BROADCAST, CollectiveKind.GATHER, CollectiveKind.SCATTER)
-#: Kinds that can reduce or gather several tensors in one operation, the same on all ranks.
-_COALESCED: Final = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 #: The orders are equal on all ranks, because all ranks have the same version of torch. Number 0 means none.
 _DTYPES: Final = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
@@ -50,16 +48,9 @@ def operation_id(kind: CollectiveKind, tensors: Sequence[Tensor], op: Any = None
     return kind + _MAX_KINDS * (op_number + _MAX_OPS * (dtype_number + _MAX_DTYPES * (root % _MAX_ROOTS)))
 
 
-def checksum_of(kind: CollectiveKind, outputs: Sequence[Tensor]) -> int:
-    """Returns a checksum of the sizes and dtypes of several tensors; 0 for one tensor, or if ranks may have others.
-
-    Args:
-        kind: Kind of the collective.
-        outputs: Tensors that the collective fills.
-    """
-    if len(outputs) < 2 or kind not in _COALESCED:
-        return 0
-    layout = [(output.numel(), _DTYPE_NUMBERS[output.dtype]) for output in outputs]
+def checksum_of(tensors: Sequence[Tensor]) -> int:
+    """Returns a checksum of the sizes and dtypes of tensors."""
+    layout = [(tensor.numel(), _DTYPE_NUMBERS[tensor.dtype]) for tensor in tensors]
     return zlib.crc32(repr(layout).encode())
 
 

@@ -66,7 +66,10 @@ class OperationStarter:
         call = operation_id(kind, flats, getattr(op, "op", op), root)
         # Barriers may have different identities, for example if rank 0 runs code before the other ranks.
         identity = 0 if kind == CollectiveKind.BARRIER else current.identity
-        progress = self._rounds.run(call, steps, lookahead, deadline, identity, checksum_of(kind, outputs))
+        # A gather to a list has one more tensor than outputs, all of one size.
+        is_coalesced = len(outputs) > 1 and len(flats) != len(outputs) + 1
+        checksum = checksum_of(outputs) if is_coalesced else 0
+        progress = self._rounds.run(call, steps, lookahead, deadline, identity, checksum)
         changed = outputs if written is None else written
         return self.start_steps(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 
