@@ -115,7 +115,7 @@ class Rounds:
                 :data:`LOOKAHEAD`.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
             identity: Identity of the operation, see :mod:`lightning_strategies_ext.identities`.
-            checksum: Checksum of coalesced tensors, from :func:`.operation_ids.checksum_of`; must be equal on all ranks.
+            checksum: Checksum of coalesced tensors, from :func:`.operation_ids.checksum_of`; equal on all ranks.
 
         Raises:
             PeerLostError: If a peer has exited or left the group.

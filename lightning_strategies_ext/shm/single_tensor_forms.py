@@ -16,7 +16,8 @@ from torch.distributed import ReduceOp
 Collective = TypeVar("Collective", bound=Callable[..., Any])
 #: Settings, each with the name of its option.
 _OPTIONS: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
-_SETTINGS: Final = (ReduceOp, ReduceOp.RedOpType, timedelta, int)
+#: Classes of positional arguments that only the short form has.
+_OF_SHORT_FORM: Final = (Tensor, ReduceOp, ReduceOp.RedOpType, timedelta, int)
 
 
 def accept_single_tensor(
@@ -53,13 +54,17 @@ def accept_single_tensor(
     def decorate(collective: Collective) -> Collective:
         @functools.wraps(collective)
         def wrapper(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs or any(isinstance(argument, (Tensor, *_SETTINGS)) for argument in args):
+            is_long = not kwargs
+            for argument in args:
+                is_long = is_long and not isinstance(argument, _OF_SHORT_FORM)
+            if not is_long:
                 args = long_form(collective.__name__, args, kwargs)
-            if any(len(argument) > 1 for argument in args[: len(stems)]):
-                raise ValueError(
-                    f"{collective.__name__.lstrip('_')}: the process group 'shm' accepts one tensor per rank and call."
-                    " Call it once per tensor, or call the coalesced form."
-                )
+            for tensors_of_argument in args[: len(stems)]:
+                if len(tensors_of_argument) > 1:
+                    raise ValueError(
+                        f"{collective.__name__.lstrip('_')}: the process group 'shm' accepts one tensor per rank and"
+                        " call. Call it once per tensor, or call the coalesced form."
+                    )
             return collective(group, *args)
 
         return cast(Collective, wrapper)
