@@ -20,7 +20,7 @@ _IS_LINUX = sys.platform == "linux"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 #: User id that the kernel reports for users without an id in the user namespace of the process.
-_UNMAPPED_USER = 65534
+UNMAPPED_USER = 65534
 
 
 class KeyValueStore(Protocol):
@@ -195,7 +195,7 @@ def user_of(connection: socket.socket) -> int:
 
 
 def _may_be_unmapped(user: int) -> bool:
-    if user != _UNMAPPED_USER:
+    if user != UNMAPPED_USER:
         return False
     with suppress(OSError):
         # In the first user namespace, which maps all ids, it is an ordinary user.

@@ -1,7 +1,7 @@
 """Algorithms: collectives as sequences of rounds. Their results are those of torch.distributed.
 
 All algorithms work on flat, contiguous tensors of one dtype. Large tensors are split into pieces of a slot's size; two
-pieces are published while a third is read.
+pieces are published while a third is read. An empty tensor is one empty piece, so every collective has a round.
 
 =================  =====================================================================================
 all-reduce         2 ranks, or a small tensor: each rank publishes its tensor and reduces all tensors, in
@@ -46,7 +46,7 @@ def all_reduce(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
 
 def reduce(rounds: Rounds, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
     """Plans the reduction of ``tensor`` over all ranks, in place on the root."""
-    return _reduce_whole(rounds, tensor, reduction, is_reader=rounds.rank == root)
+    return _reduce_whole(rounds, tensor, reduction, is_reader=rounds.local_rank == root)
 
 
 def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
@@ -55,12 +55,12 @@ def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
     for piece in _bytes_of(tensor).split(rounds.slot_num_bytes):
 
         def read(views: list[Tensor], piece: Tensor = piece) -> None:
-            if rounds.rank != root:
+            if rounds.local_rank != root:
                 piece.copy_(views[root])
 
         num_bytes = [piece.numel() if rank == root else 0 for rank in range(rounds.size)]
         steps.append(Round(num_bytes, _copying(piece), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, readers: Sequence[int] | None = None) -> Plan:
@@ -72,37 +72,37 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
         tensor: Tensor of this rank.
         readers: Ranks that receive the tensors; all ranks if None.
     """
-    is_reader = readers is None or rounds.rank in readers
+    is_reader = readers is None or rounds.local_rank in readers
     pieces = [_bytes_of(output).split(rounds.slot_num_bytes) for output in outputs] if is_reader else []
     steps = []
     for index, piece in enumerate(_bytes_of(tensor).split(rounds.slot_num_bytes)):
 
         def read(views: list[Tensor], index: int = index, piece: Tensor = piece) -> None:
             for rank, into in enumerate(pieces):
-                into[index].copy_(piece if rank == rounds.rank else views[rank])
+                into[index].copy_(piece if rank == rounds.local_rank else views[rank])
 
         steps.append(Round([piece.numel()] * rounds.size, _copying(piece), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
     """Plans the copy of the root's ``inputs[i]`` to ``output`` of rank i."""
     shard_size = max(1, rounds.slot_num_bytes // rounds.size)
     into = _bytes_of(output).split(shard_size)
-    parts = [_bytes_of(tensor).split(shard_size) for tensor in inputs] if rounds.rank == root else []
+    parts = [_bytes_of(tensor).split(shard_size) for tensor in inputs] if rounds.local_rank == root else []
     steps = []
     for index, piece in enumerate(into):
         length = piece.numel()
 
         def read(views: list[Tensor], index: int = index, piece: Tensor = piece) -> None:
-            if rounds.rank == root:
+            if rounds.local_rank == root:
                 piece.copy_(parts[root][index])
             else:
-                piece.copy_(views[root].narrow(0, rounds.rank * piece.numel(), piece.numel()))
+                piece.copy_(views[root].narrow(0, rounds.local_rank * piece.numel(), piece.numel()))
 
         num_bytes = [length * rounds.size if rank == root else 0 for rank in range(rounds.size)]
         steps.append(Round(num_bytes, _concatenating([part[index] for part in parts]), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
@@ -113,16 +113,16 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
     for index, into in enumerate(output.split(shard_size)):
 
         def read(views: list[Tensor], index: int = index, into: Tensor = into) -> None:
-            start = rounds.rank * into.numel()
+            start = rounds.local_rank * into.numel()
             operands = [
                 view.view(into.dtype).narrow(0, start, into.numel()) if view.numel() else into for view in views
             ]
-            operands[rounds.rank] = parts[rounds.rank][index]
+            operands[rounds.local_rank] = parts[rounds.local_rank][index]
             reduction(operands, into)
 
         publish = _concatenating([_bytes_of(part[index]) for part in parts])
         steps.append(Round([into.nbytes * rounds.size] * rounds.size, publish, read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def barrier(rounds: Rounds) -> Plan:
@@ -137,11 +137,11 @@ def _reduce_whole(rounds: Rounds, tensor: Tensor, reduction: Reduction, is_reade
         def read(views: list[Tensor], piece: Tensor = piece) -> None:
             if is_reader:
                 parts = [view.view(piece.dtype) for view in views]
-                parts[rounds.rank] = piece
+                parts[rounds.local_rank] = piece
                 reduction(parts, piece)
 
         steps.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), read))
-    return steps or barrier(rounds)[0], LOOKAHEAD
+    return steps, LOOKAHEAD
 
 
 def _all_reduce_by_shards(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
@@ -149,15 +149,15 @@ def _all_reduce_by_shards(rounds: Rounds, tensor: Tensor, reduction: Reduction) 
     for piece in tensor.split(rounds.slot_num_bytes // tensor.element_size()):
         shards = list(piece.tensor_split(rounds.size))
         starts = [shard.storage_offset() - piece.storage_offset() for shard in shards]
-        own = shards[rounds.rank]
+        own = shards[rounds.local_rank]
 
-        def reduce_own(views: list[Tensor], own: Tensor = own, start: int = starts[rounds.rank]) -> None:
+        def reduce_own(views: list[Tensor], own: Tensor = own, start: int = starts[rounds.local_rank]) -> None:
             parts = [view.view(own.dtype).narrow(0, start, own.numel()) if view.numel() else own for view in views]
             reduction(parts, own)
 
         def copy_others(views: list[Tensor], shards: list[Tensor] = shards) -> None:
             for rank, shard in enumerate(shards):
-                if rank != rounds.rank:
+                if rank != rounds.local_rank:
                     shard.copy_(views[rank].view(shard.dtype))
 
         scatters.append(Round([piece.nbytes] * rounds.size, _copying(_bytes_of(piece)), reduce_own))

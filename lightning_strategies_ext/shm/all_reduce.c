@@ -1,45 +1,48 @@
 /* All-reduce between the ranks of one host, through counters and slots in their segments of shared memory. It is a
- * direct reduce-scatter and all-gather: each rank reduces its share of a tensor directly from the data of all ranks,
- * and reads the other shares directly from the ranks that have reduced them.
+ * direct reduce-scatter and all-gather: each rank reduces its shard of a tensor directly from the data of all ranks,
+ * and reads the other shards directly from the ranks that have reduced them.
  *
- * A tensor is split into pieces. Each rank writes its piece into a slot of its segment ("A"), reduces its share of all
- * ranks' pieces into its tensor and into its slot ("B", at the position of its own share, which no other rank reads in
- * A), and copies the shares of the other ranks. A small tensor is written and reduced as a whole by every rank, without
- * B. One counter per rank states how many events the rank has published:
+ * A tensor is split into pieces. Each rank writes its piece into a slot of its segment ("A"), reduces its shard of all
+ * ranks' pieces into its tensor and into its slot ("B", at the position of its own shard, which no other rank reads in
+ * A), and copies the shards of the other ranks. A small tensor is written and reduced as a whole by every rank, without
+ * B. Each rank has a progress counter in shared memory. Event k of a tensor is the k-th increment of a rank's counter
+ * for this tensor; the increment publishes the data that the rank has written before. With n pieces:
  *
- *     step     waits for all ranks'  reduces its share   copies other shares   writes      publishes
+ *     step     waits for all ranks'  reduces its shard   copies other shards   writes      publishes
  *     begin    -                     -                   -                     A(0) A(1)   event 1
  *     0        event 1               A(0) to B(0)        -                     A(2)        event 2
  *     1        event 1               A(1) to B(1)        -                     A(3)        event 3
  *     k        event k               A(k) to B(k)        B(k - 2)              A(k + 2)    event k + 2
+ *     n        event n               -                   B(n - 2)              -           -
+ *     n + 1    event n + 1           -                   B(n - 1)              -           -
  *
- * Ranks can therefore be one step apart without waiting. Stores and loads of the counter are sequentially consistent:
- * on every processor, a rank that has read an event can read all data that was written before the event.
+ * Ranks can therefore be one step apart without waiting.
  *
  * Four slots suffice, and no rank waits for permission to write:
  *
- *     data                overwrites                 safe because
- *     A(k + 2), step k    A(k - 2)                   all ranks have reduced it: this rank has read their event k
- *                         not B(k - 2)               other ranks may still copy it, but it is elsewhere in the slot
- *     B(k), step k        B(k - 4)                   all ranks have copied it in step k - 2
- *     A(0), A(1)          A, B of the last tensor    they use the slots after its last two pieces; event 1 of a rank
- *                                                    implies that the rank has finished that tensor
+ *     data                overwrites                   safe because
+ *     A(k + 2), step k    A(k - 2)                     all ranks have reduced it: this rank has read their event k
+ *                         not B(k - 2)                 other ranks may still copy it, but it is elsewhere in the slot
+ *     B(k), step k        B(k - 4)                     all ranks have copied it in step k - 2
+ *     A(0), A(1)          A, B of the previous tensor  they use the slots after its last two pieces; event 1 of a rank
+ *                                                      implies that the rank has finished that tensor
  *
- * If the result belongs in shared memory ("copies": one per rank, each mapped by all ranks), the tensor is not split
- * and uses no slots. Each rank writes the shares of the other ranks into its own copy, and then reduces its share from
- * all copies into all copies. No result is copied back:
+ * If the result belongs in shared memory, each rank has a result buffer that all ranks have mapped. The tensor is not
+ * split and uses no slots. Each rank writes the shards of the other ranks into its own result buffer, and then reduces
+ * its shard from all result buffers into all result buffers. No result is copied back:
  *
- *     step     waits for all ranks'  reduces its share   writes                          publishes
- *     begin    -                     -                   other shares, into own copy     event 1
- *     0        event 1               into all copies     -                               event 2
- *     1        event 2               -                   -                               -
+ *     step     waits for all ranks'  reduces its shard         writes                         publishes
+ *     begin    -                     -                         other shards, into own buffer  event 1
+ *     0        event 1               into all result buffers   -                              event 2
+ *     1        event 2               -                         -                              -
  *
- * Between event 2 of all ranks and event 1 of the next use, a rank may read and write its copy.
+ * Between event 2 of all ranks and event 1 of the next use, a rank may read and write its result buffer.
  *
  * A rank that waits polls for a while, then sleeps, with Dekker's handshake: it stores the awaited event in its control
- * block (`note`), reads the counters again, and its caller sleeps on the sockets. A rank that publishes stores its
- * counter, then reads the notes, clears a note for this event and sends a message. All four accesses are sequentially
- * consistent: at least one of the two ranks reads what the other has stored.
+ * block (the wake request), reads the counters again, and its process sleeps on the sockets. A rank that publishes
+ * increments its counter, then reads the wake requests, clears a request for this event, and sends a message. All four
+ * accesses are sequentially consistent: at least one of the two ranks reads what the other has stored. The order that
+ * makes data visible with the counter, release and acquire, is part of sequential consistency.
  */
 
 #include <sched.h>
@@ -55,10 +58,10 @@ enum { DONE = 0, WAITS = 1, MISMATCH = 2 };
 
 /* Control block at the start of each rank's segment; the slots begin one page after it. */
 typedef struct {
-    _Alignas(LINE) _Atomic uint64_t published; /* number of events */
-    _Alignas(LINE) _Atomic uint64_t note;      /* awaited event, times 256, plus the rank that publishes it, plus 1 */
-    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare: what is reduced, and how */
-    uint64_t identities[2];                    /* the same operations: why, see identities.py */
+    _Alignas(LINE) _Atomic uint64_t published;    /* progress counter: number of events */
+    _Alignas(LINE) _Atomic uint64_t wake_request; /* awaited event, times 256, plus its publisher's rank, plus 1 */
+    _Alignas(LINE) uint64_t calls[2];             /* last two operations, as `all_reduce_call` returns them */
+    uint64_t identities[2];                       /* their identities, see identities.py */
 } ControlBlock;
 
 /* Fields of an identity: kind, bucket, batch. As in identities.py. */
@@ -76,9 +79,9 @@ typedef struct {
     uint64_t events, pieces, tensors; /* counts, equal on all ranks between tensors */
     /* the current tensor */
     char *tensor;
-    char *copies[MAX_RANKS]; /* memory for the results, if has_copies */
-    size_t num_bytes, item_bytes, num_pieces, piece_bytes, share_bytes, step;
-    int is_average, is_whole, has_copies, has_compared;
+    char *results[MAX_RANKS]; /* result buffers, if has_results */
+    size_t num_bytes, item_bytes, num_pieces, piece_bytes, shard_bytes, step;
+    int is_average, is_whole, has_results, has_compared;
     Reduce reduce;
     uint64_t first_event, awaited;
 } Group;
@@ -173,17 +176,17 @@ static uint64_t now_ns(void)
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/* A rank's share of a piece: its offset in the tensor and its size, in bytes. Shares have the same position in all
- * pieces of a tensor, because the next piece in a slot is written around the share in it. */
+/* A rank's shard of a piece: its offset in the tensor and its size, in bytes. Shards have the same position in all
+ * pieces of a tensor, because the next piece in a slot is written around the shard in it. */
 typedef struct {
     size_t start, bytes;
 } Span;
 
-static Span share_of(const Group *g, size_t piece, int rank)
+static Span shard_of(const Group *g, size_t piece, int rank)
 {
-    size_t start = piece * g->piece_bytes + (size_t)rank * g->share_bytes;
+    size_t start = piece * g->piece_bytes + (size_t)rank * g->shard_bytes;
     size_t left = start < g->num_bytes ? g->num_bytes - start : 0;
-    return (Span){start, left < g->share_bytes ? left : g->share_bytes};
+    return (Span){start, left < g->shard_bytes ? left : g->shard_bytes};
 }
 
 /* Returns the address of a span of a piece in a rank's slot. */
@@ -200,18 +203,18 @@ static void publish(Group *g)
     for (int rank = 0; rank < g->size; rank++) {
         if (rank == g->rank)
             continue;
-        uint64_t note = atomic_load(&g->blocks[rank]->note);
-        if ((note & 255) == (uint64_t)g->rank + 1 && note >> 8 <= g->events
-            && atomic_compare_exchange_strong(&g->blocks[rank]->note, &note, 0))
+        uint64_t request = atomic_load(&g->blocks[rank]->wake_request);
+        if ((request & 255) == (uint64_t)g->rank + 1 && request >> 8 <= g->events
+            && atomic_compare_exchange_strong(&g->blocks[rank]->wake_request, &request, 0))
             /* If sending fails, the peer has other messages that wake it, or has exited. */
             (void)!send(g->links[rank], g->wake, WAKE_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
 }
 
-static void write_other_shares(Group *g, size_t piece)
+static void write_other_shards(Group *g, size_t piece)
 {
     for (int rank = 0; rank < g->size; rank++) {
-        Span span = share_of(g, piece, rank);
+        Span span = shard_of(g, piece, rank);
         if (rank != g->rank && span.bytes)
             memcpy(slot_of(g, g->rank, piece, span), g->tensor + span.start, span.bytes);
     }
@@ -220,7 +223,7 @@ static void write_other_shares(Group *g, size_t piece)
 static void copy_results(Group *g, size_t piece)
 {
     for (int rank = 0; rank < g->size; rank++) {
-        Span span = share_of(g, piece, rank);
+        Span span = shard_of(g, piece, rank);
         if (rank != g->rank && span.bytes)
             memcpy(g->tensor + span.start, slot_of(g, rank, piece, span), span.bytes);
     }
@@ -238,48 +241,48 @@ static void reduce_span(Group *g, size_t piece, Span span)
     g->reduce(into, copy, parts, g->size, span.bytes / g->item_bytes, g->is_average);
 }
 
-/* Writes the shares of the other ranks into this rank's copy. A tensor with copies is one piece. */
-static void write_other_shares_to_copy(Group *g)
+/* Writes the shards of the other ranks into this rank's result buffer. A tensor with result buffers is one piece. */
+static void write_other_shards_to_result(Group *g)
 {
     for (int rank = 0; rank < g->size; rank++) {
-        Span span = share_of(g, 0, rank);
+        Span span = shard_of(g, 0, rank);
         if (rank != g->rank && span.bytes)
-            memcpy(g->copies[g->rank] + span.start, g->tensor + span.start, span.bytes);
+            memcpy(g->results[g->rank] + span.start, g->tensor + span.start, span.bytes);
     }
 }
 
-/* Reduces this rank's share into all copies. */
-static void reduce_into_copies(Group *g)
+/* Reduces this rank's shard into all result buffers. */
+static void reduce_into_results(Group *g)
 {
     const char *parts[MAX_RANKS];
-    Span span = share_of(g, 0, g->rank);
+    Span span = shard_of(g, 0, g->rank);
     int next = (g->rank + 1) % g->size;
     if (!span.bytes)
         return;
     for (int rank = 0; rank < g->size; rank++)
-        parts[rank] = (rank == g->rank ? g->tensor : g->copies[rank]) + span.start;
-    char *into = g->copies[g->rank] + span.start;
-    g->reduce(into, g->copies[next] + span.start, parts, g->size, span.bytes / g->item_bytes, g->is_average);
+        parts[rank] = (rank == g->rank ? g->tensor : g->results[rank]) + span.start;
+    char *into = g->results[g->rank] + span.start;
+    g->reduce(into, g->results[next] + span.start, parts, g->size, span.bytes / g->item_bytes, g->is_average);
     for (int rank = 0; rank < g->size; rank++)
         if (rank != g->rank && rank != next)
-            memcpy(g->copies[rank] + span.start, into, span.bytes);
+            memcpy(g->results[rank] + span.start, into, span.bytes);
 }
 
 static void do_step(Group *g, size_t k)
 {
-    if (g->has_copies) {
+    if (g->has_results) {
         if (k == 0) {
-            reduce_into_copies(g);
+            reduce_into_results(g);
             publish(g);
         }
         return;
     }
     if (k < g->num_pieces)
-        reduce_span(g, k, share_of(g, k, g->rank));
+        reduce_span(g, k, shard_of(g, k, g->rank));
     if (k >= 2)
         copy_results(g, k - 2);
     if (k + 2 < g->num_pieces)
-        write_other_shares(g, k + 2);
+        write_other_shards(g, k + 2);
     if (k < g->num_pieces)
         publish(g);
 }
@@ -292,12 +295,12 @@ static int have_all(const Group *g)
     return 1;
 }
 
-static int poll_for_all(Group *g, uint64_t event, uint64_t spin_ns)
+static int poll_for_all(Group *g, uint64_t event, uint64_t poll_ns)
 {
     g->awaited = event;
     if (have_all(g))
         return 1;
-    uint64_t end = now_ns() + spin_ns;
+    uint64_t end = now_ns() + poll_ns;
     do {
         for (int i = 0; i < POLLS; i++) {
             if (have_all(g))
@@ -329,43 +332,45 @@ void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t co
     memcpy(g->wake, wake, WAKE_BYTES);
 }
 
-/* Begins to reduce a nonempty tensor, after the previous operation has ended. The result is written to the copies, one
- * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. The
- * identity states what the tensor is for; 0 if it is unknown. */
+/* Begins to reduce a nonempty tensor, after the previous operation has ended. The result is written to the result
+ * buffers, one per rank; this rank's result buffer may be the tensor itself. Without result buffers (NULL), the result
+ * is written to the tensor. The identity states what the tensor is for; 0 if it is unknown. */
 void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes,
-                      char *const *copies, uint64_t identity)
+                      char *const *results, uint64_t identity)
 {
     g->tensor = tensor;
     g->reduce = TYPES[type].reduce;
     g->item_bytes = TYPES[type].item_bytes;
     g->num_bytes = num_items * g->item_bytes;
-    /* Shares are whole cache lines, so that no two ranks write to one line. Pieces, and so shares, have one size. */
+    /* Shards are whole cache lines, so that no two ranks write to one line. Pieces, and so shards, have one size. */
     size_t unit = LINE * (size_t)g->size, most = g->slot_bytes / unit * unit;
-    size_t count = copies ? 1 : round_up(g->num_bytes, most) / most;
+    size_t count = results ? 1 : round_up(g->num_bytes, most) / most;
     g->piece_bytes = round_up((g->num_bytes + count - 1) / count, unit);
-    g->share_bytes = g->piece_bytes / (size_t)g->size;
+    g->shard_bytes = g->piece_bytes / (size_t)g->size;
     g->num_pieces = round_up(g->num_bytes, g->piece_bytes) / g->piece_bytes;
     g->is_average = is_average;
-    g->has_copies = copies != NULL;
-    g->is_whole = !copies && g->num_bytes <= whole_bytes && g->num_pieces == 1;
+    g->has_results = results != NULL;
+    g->is_whole = !results && g->num_bytes <= whole_bytes && g->num_pieces == 1;
     g->step = 0;
     g->has_compared = 0;
     g->first_event = g->events;
-    g->blocks[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
+    g->blocks[g->rank]->calls[g->tensors % 2] =
+        (uint64_t)num_items << 8 | (uint64_t)g->has_results << 7 | (uint64_t)type << 1 | (uint64_t)is_average;
     g->blocks[g->rank]->identities[g->tensors % 2] = identity;
-    if (copies) {
-        memcpy(g->copies, copies, (size_t)g->size * sizeof *copies);
-        if (tensor != copies[g->rank])
-            write_other_shares_to_copy(g);
+    if (results) {
+        memcpy(g->results, results, (size_t)g->size * sizeof *results);
+        if (tensor != results[g->rank])
+            write_other_shards_to_result(g);
     } else if (g->is_whole)
         memcpy(g->slots[g->rank] + g->pieces % SLOTS * g->slot_bytes, tensor, g->num_bytes);
     else
         for (size_t piece = 0; piece < 2 && piece < g->num_pieces; piece++)
-            write_other_shares(g, piece);
+            write_other_shards(g, piece);
     publish(g);
 }
 
-/* Returns the operation of a rank: number of items, times 256, plus twice the type, plus whether it is an average. */
+/* Returns the operation of a rank as a sum: the number of items, times 256; 128 if the result belongs in shared memory;
+ * twice the type; and 1 if it is an average. */
 uint64_t all_reduce_call(const Group *g, int rank) { return g->blocks[rank]->calls[g->tensors % 2]; }
 
 /* Returns the identity of a rank's operation. */
@@ -390,13 +395,13 @@ static int differ(const Group *g)
     return 0;
 }
 
-/* Continues until the end, or a wait longer than `spin_ns`, or until a rank has begun a different operation. */
-int all_reduce_advance(Group *g, uint64_t spin_ns)
+/* Continues until the end, or a wait longer than `poll_ns`, or until a rank has begun a different operation. */
+int all_reduce_advance(Group *g, uint64_t poll_ns)
 {
-    size_t num_steps = g->is_whole ? 1 : g->has_copies ? 2 : g->num_pieces + 2;
+    size_t num_steps = g->is_whole ? 1 : g->has_results ? 2 : g->num_pieces + 2;
     for (; g->step < num_steps; g->step++) {
-        size_t event = g->has_copies ? g->step + 1 : g->step ? g->step : 1;
-        if (!poll_for_all(g, g->first_event + event, spin_ns))
+        size_t event = g->has_results ? g->step + 1 : g->step ? g->step : 1;
+        if (!poll_for_all(g, g->first_event + event, poll_ns))
             return WAITS;
         if (!g->has_compared && differ(g))
             return MISMATCH;
@@ -407,7 +412,7 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
         }
         do_step(g, g->step);
     }
-    g->pieces += g->has_copies ? 0 : g->num_pieces; /* only these have used slots */
+    g->pieces += g->has_results ? 0 : g->num_pieces; /* only these have used slots */
     g->tensors++;
     return DONE;
 }
@@ -418,20 +423,20 @@ int all_reduce_awaits(const Group *g, int rank)
     return rank != g->rank && atomic_load(&g->blocks[rank]->published) < g->awaited;
 }
 
-/* Stores a note of the awaited event. Returns the rank that must publish it, or -1 if no rank is missing. */
+/* Stores a wake request for the awaited event. Returns the rank that must publish it, or -1 if no rank is missing. */
 int all_reduce_fall_asleep(Group *g)
 {
     ControlBlock *own = g->blocks[g->rank];
     for (int rank = 0; rank < g->size; rank++) {
         if (!all_reduce_awaits(g, rank))
             continue;
-        atomic_store(&own->note, g->awaited << 8 | ((uint64_t)rank + 1));
+        atomic_store(&own->wake_request, g->awaited << 8 | ((uint64_t)rank + 1));
         if (all_reduce_awaits(g, rank))
             return rank;
-        atomic_store(&own->note, 0);
+        atomic_store(&own->wake_request, 0);
     }
     return -1;
 }
 
-/* Clears the note. */
-void all_reduce_wake_up(Group *g) { atomic_store(&g->blocks[g->rank]->note, 0); }
+/* Clears the wake request. */
+void all_reduce_wake_up(Group *g) { atomic_store(&g->blocks[g->rank]->wake_request, 0); }

@@ -1,7 +1,8 @@
 """Records how long calls block the threads that start operations, while recording is on.
 
-A short operation ends within the call that starts it; a longer one is executed there for up to a millisecond (see
-:mod:`.executor`). To the caller of an asynchronous operation, this time looks like computation.
+An operation for which all ranks are ready ends within the call that starts it. The caller of another operation waits
+there for up to a millisecond (see :mod:`.executor`). To the caller of an asynchronous operation, this time looks like
+computation.
 """
 
 import threading
@@ -36,10 +37,10 @@ def set_recording(is_on: bool) -> None:
 
 def drain() -> list[BlockingCall]:
     """Returns and clears the recorded calls; empty unless :func:`set_recording` has turned recording on."""
-    if not _recorded:
+    if not (all_calls := _recorded):
         return []
-    calls = list(_recorded)
-    _recorded.clear()
+    calls = all_calls[:]
+    del all_calls[: len(calls)]  # other threads may have added calls in the meantime
     return calls
 
 

@@ -53,15 +53,15 @@ class Comparison:
     """Creates the error of one rank after a mismatch.
 
     Args:
-        rank: Index of this rank among the ranks of the host, its local rank.
+        local_rank: Local rank of this process: its index among the ranks of the group on this host.
         own: Information about this rank.
-        peers: Other ranks of the host, by their index.
+        peers: Other ranks of the host, by local rank.
         links: Links to the peers.
     """
 
-    def __init__(self, rank: int, own: LocalPeer, peers: Mapping[int, LocalPeer], links: Links) -> None:
-        self._rank = rank
-        self._ranks = {rank: own, **peers}
+    def __init__(self, local_rank: int, own: LocalPeer, peers: Mapping[int, LocalPeer], links: Links) -> None:
+        self._local_rank = local_rank
+        self._ranks = {local_rank: own, **peers}
         self._links = links
 
     def mismatch(self, operations: Sequence[Operation | None]) -> DistBackendError:
@@ -73,8 +73,10 @@ class Comparison:
         known = {local_rank: operation for local_rank, operation in enumerate(operations) if operation is not None}
         pairs = combinations(known, 2)
         pair = next((pair for pair in pairs if known[pair[0]].differs_from(known[pair[1]])), tuple(known)[:2])
-        own_text = self._report(known[self._rank])
-        texts = {local_rank: own_text if local_rank == self._rank else self._receive(local_rank) for local_rank in pair}
+        own_text = self._report(known[self._local_rank])
+        texts = {
+            local_rank: own_text if local_rank == self._local_rank else self._receive(local_rank) for local_rank in pair
+        }
         first, second = (known[local_rank] for local_rank in pair)
         if first.is_of_gradients and second.is_of_gradients:
             advice = (
@@ -91,7 +93,7 @@ class Comparison:
     def reply_to_mismatch(self, found: MismatchFoundError, own: Operation) -> DistBackendError:
         """Returns the error after a peer has found a mismatch first; sends the peer the call of this rank."""
         local_rank = next(local_rank for local_rank, peer in self._ranks.items() if peer == found.peer)
-        return self._error({local_rank: str(found), self._rank: self._report(own)})
+        return self._error({local_rank: str(found), self._local_rank: self._report(own)})
 
     def _report(self, own: Operation) -> str:
         """Sends the peers the operation and the user's call of this rank, and returns them as a text."""

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -28,7 +29,15 @@ from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.recorded_group import RecordedShmProcessGroup
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
-from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, create, mapped, resolve_num_bytes
+from lightning_strategies_ext.shm.segments import (
+    DEFAULT_NUM_BYTES,
+    DIRECTORY,
+    Segment,
+    create,
+    grow_if_crowded,
+    mapped,
+    resolve_num_bytes,
+)
 
 #: Messages that were printed already; they are not repeated for further groups.
 _printed_notices: set[str] = set()
@@ -53,24 +62,23 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         raise TypeError(f"`pg_options={options!r}`: the backend 'shm' accepts a ShmOptions or None.")
     _exclude_from_dynamo()
     rank, size, store = torch_options.group_rank, torch_options.group_size, torch_options.store
-    num_bytes = resolve_num_bytes(None if options is None else options.segment_num_bytes, size)
+    chosen_num_bytes = resolve_num_bytes(None if options is None else options.segment_num_bytes)
     timeout: timedelta = torch_options.timeout
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore("shm", store))
     library = _native_library(rank)
-    try:
-        own_fd, problem = _try_to_create(num_bytes, rank)
+    with closing(rendezvous), ExitStack() as opened:
+        own_fd, problem = _try_to_create(chosen_num_bytes or DEFAULT_NUM_BYTES, rank, opened)
         announced = rendezvous.announce({"problem": problem, "has_native": library is not None}, deadline)
         local = [other for other in range(size) if announced[other]["host"] == announced[rank]["host"]]
         leaders = _leaders_of(announced)
         with restrict_gloo(is_one_host=len(leaders) == 1):
             gloo = GlooFallback(dist.PrefixStore("gloo", store), rank, size, timeout)
         if problem := next((info["problem"] for info in announced if info["problem"]), ""):
-            if own_fd is not None:
-                os.close(own_fd)
             _print_on_rank_zero(rank, f"falling back to gloo for this process group: {problem}.")
             return gloo
-        assert own_fd is not None
+        if chosen_num_bytes is None:
+            grow_if_crowded(own_fd, len(local))
         names = torch_options.global_ranks_in_group or range(size)
         peers = {
             local_rank: LocalPeer(other, names[other], announced[other]["pid"])
@@ -78,9 +86,10 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
             if other != rank
         }
         links, fds = rendezvous.connect([(peer, announced[peer.rank]) for peer in peers.values()], own_fd, deadline)
-    finally:
-        rendezvous.close()
-    segments = [Segment(fds[peers[local_rank]] if local_rank in peers else own_fd) for local_rank in range(len(local))]
+        for fd in fds.values():
+            opened.callback(os.close, fd)
+        all_fds = [fds[peers[index]] if index in peers else own_fd for index in range(len(local))]
+        segments = [Segment(fd) for fd in all_fds]
     local_rank = local.index(rank)
     comparison = Comparison(local_rank, LocalPeer(rank, names[rank], os.getpid()), peers, links)
     rounds = Rounds(local_rank, peers, links, segments, comparison)
@@ -93,7 +102,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         with restrict_gloo(is_one_host=False):
             prefix = dist.PrefixStore("leaders", store)
             leader_group = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
-    share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
+    share_memory = partial(_share_memory, rank, size, store, peers, gloo, itertools.count())
     arguments = rank, size, OperationExecutor(rounds), rounds, native, share_memory, gloo, leader_group
     if flight_recorder.is_enabled() and flight_recorder.hook_class() is not None:
         return RecordedShmProcessGroup(*arguments, timeout=timeout, global_ranks=names)
@@ -105,29 +114,37 @@ def _share_memory(
     size: int,
     store: dist.Store,
     peers: Mapping[int, LocalPeer],
-    timeout: timedelta,
+    gloo: GlooFallback,
     numbers: Iterator[int],
     num_bytes: int,
 ) -> list[Tensor]:
     """Implements :meth:`.ShmProcessGroup.share_memory`."""
-    deadline = time.monotonic() + timeout.total_seconds()
+    if len(peers) + 1 < size:
+        raise ValueError("`share_memory` requires that all ranks of the group are on one host.")
+    deadline = time.monotonic() + gloo.timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
-    try:
-        own_fd, problem = None, _space_problem(size * num_bytes, rank)
-        if not problem:
-            own_fd, problem = _try_to_create(num_bytes, rank)
-        announced = rendezvous.announce({"problem": problem}, deadline)
-        if problem := next((info["problem"] for info in announced if info["problem"]), ""):
-            if own_fd is not None:
-                os.close(own_fd)
+    with closing(rendezvous), ExitStack() as opened:
+        space = os.statvfs(DIRECTORY)
+        free_num_bytes = space.f_bavail * space.f_frsize
+        too_large = f"{size * num_bytes} bytes are more than half of the free space in {DIRECTORY}"
+        own_fd, problem = -1, too_large
+        # Ranks that measure later see less free space. Memory that exceeds it is more than half of it before.
+        if size * num_bytes <= free_num_bytes:
+            own_fd, problem = _try_to_create(num_bytes, rank, opened)
+        announced = rendezvous.announce({"problem": problem, "free": free_num_bytes}, deadline)
+        problem = next((info["problem"] for info in announced if info["problem"]), "")
+        # The first rank has measured before any rank has allocated memory. The remaining memory is for other uses,
+        # such as DataLoader workers.
+        if 2 * size * num_bytes > max(info["free"] for info in announced):
+            problem = too_large
+        if problem:
             rendezvous.await_readers(range(size))
             raise MemoryError(problem)
-        assert own_fd is not None
         links, fds = rendezvous.connect([(peer, announced[peer.rank]) for peer in peers.values()], own_fd, deadline)
-    finally:
-        rendezvous.close()
-    links.close()
-    return [mapped(fds[peers[local_rank]] if local_rank in peers else own_fd) for local_rank in range(size)]
+        links.close()
+        for fd in fds.values():
+            opened.callback(os.close, fd)
+        return [mapped(fds[peers[local_rank]] if local_rank in peers else own_fd) for local_rank in range(size)]
 
 
 @cache
@@ -160,26 +177,18 @@ def _native_library(rank: int) -> ctypes.CDLL | None:
     return library
 
 
-def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
+def _try_to_create(num_bytes: int, rank: int, opened: ExitStack) -> tuple[int, str]:
+    """Returns the descriptor of a new segment, which the stack closes, and an error message; -1 if there is one."""
     try:
-        return create(num_bytes), ""
+        fd = create(num_bytes)
     except OSError as error:
-        return None, f"rank {rank} cannot reserve {num_bytes} bytes in /dev/shm ({error.strerror})"
-
-
-def _space_problem(num_bytes: int, rank: int) -> str:
-    """Returns an error message if less than half of the free memory would remain; else an empty string.
-
-    The remaining memory is for other uses, such as DataLoader workers.
-    """
-    space = os.statvfs(DIRECTORY)
-    if 2 * num_bytes <= space.f_bavail * space.f_frsize:
-        return ""
-    return f"rank {rank}: {num_bytes} bytes are more than half of the free space in {DIRECTORY}"
+        return -1, f"rank {rank} cannot reserve {num_bytes} bytes in /dev/shm ({error.strerror})"
+    opened.callback(os.close, fd)
+    return fd, ""
 
 
 def _leaders_of(announced: list[dict[str, Any]]) -> list[int]:
-    """Returns the first rank of each host."""
+    """Returns the leader of each host, its first rank."""
     first: dict[str, int] = {}
     for rank, info in enumerate(announced):
         first.setdefault(info["host"], rank)

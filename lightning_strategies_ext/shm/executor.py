@@ -1,9 +1,10 @@
 """Execution: which thread executes the operations of a process group, and when.
 
 Operations are executed one after the other, in the order in which they were started. The thread that starts an
-operation executes it until it would have to wait. An operation for which all ranks are ready therefore ends before the
-call returns, and wakes no other thread. If an asynchronous operation has to wait longer, a thread of the group takes
-over and the caller continues. A thread that waits for a result helps to execute the operation.
+operation executes it. An operation for which all ranks are ready therefore ends before the call returns, and wakes no
+other thread. If an asynchronous operation has to wait for other ranks, its caller polls, then sleeps, for up to a
+millisecond (:data:`MAX_CALLER_BLOCK_S`). After that, a thread of the group takes over and the caller continues. A
+thread that waits for a result helps to execute the operation.
 """
 
 import math
@@ -28,8 +29,9 @@ from lightning_strategies_ext.shm.work import ShmWork
 #: with busy cores, that thread waits for a core at each piece of a large tensor: without this wait, a step with 4 MB of
 #: gradients took up to three times as long.
 MAX_CALLER_BLOCK_S: Final = 1e-3
-#: C++ code that stores a handle stores only its C++ part. If the Python part is freed, a wait never returns. DDP's
-#: `join` stores a handle for a single float. The last handles of tensors up to this size, in bytes, are kept alive.
+#: A handle has a part in C++ and a part in Python. C++ code stores only the C++ part: if the Python part is freed, a
+#: wait of the C++ code never returns. DDP's `join` stores a handle for a single float that way. The last handles of
+#: tensors up to this size, in bytes, are kept alive.
 _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
 #: Seconds after a deadline in which the executing thread can raise its error, which names the awaited ranks, before a
@@ -54,20 +56,20 @@ class OperationExecutor:
         rounds: Rounds of the group.
 
     Attributes:
-        futures: Lock that is held while a future is created or fulfilled.
+        futures_lock: Lock that is held while a future is created or fulfilled.
         unwaited: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
     def __init__(self, rounds: Rounds) -> None:
-        self.futures = threading.Lock()
+        self.futures_lock = threading.Lock()
         self.unwaited: OrderedDict[ShmWork, None] = OrderedDict()
         self._small: deque[ShmWork] = deque(maxlen=_NUM_SMALL)
         self._rounds = rounds
         self._queue: deque[ShmWork] = deque()
-        self._is_running = threading.Lock()
+        self._execution_lock = threading.Lock()
         self._wakeups = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        self._is_starting_thread = threading.Lock()
+        self._thread_lock = threading.Lock()
         self._broken: str | None = None
         self._is_closed = False
         self._next_yield_at = 0.0
@@ -108,7 +110,7 @@ class OperationExecutor:
         """
         work: ShmWork | None = None
         call = native.prepare(tensor, opts.reduceOp, copies)
-        if not self._queue and self._broken is None and self._is_running.acquire(blocking=False):
+        if not self._queue and self._broken is None and self._execution_lock.acquire(blocking=False):
             try:
                 if not self._queue:
                     if native.begin(call):
@@ -123,7 +125,7 @@ class OperationExecutor:
                 self._fail_group(f"all_reduce: {str(caught) or type(caught).__name__}")
                 raise
             finally:
-                self._is_running.release()
+                self._execution_lock.release()
         if work is None:
             work = ShmWork("all_reduce", native.run([call]), native, [tensor], deadline_of(opts, timeout), self)
             self._queue.append(work)
@@ -137,7 +139,7 @@ class OperationExecutor:
             work.raise_if_failed()
             return
         self._retain_handle(work)
-        while self._queue and self._is_running.acquire(blocking=False):
+        while self._queue and self._execution_lock.acquire(blocking=False):
             if not self._advance_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
                 break
         if self._queue:
@@ -161,9 +163,9 @@ class OperationExecutor:
                 return False
             latest = min(work.deadline + _ERROR_MARGIN_S, until)
             remaining_s = math.inf if self._broken is not None else max(latest - now, 0.0)
-            if self._is_running.acquire(timeout=min(remaining_s, threading.TIMEOUT_MAX)):
+            if self._execution_lock.acquire(timeout=min(remaining_s, threading.TIMEOUT_MAX)):
                 if work.is_completed():
-                    self._is_running.release()
+                    self._execution_lock.release()
                 else:
                     self._advance_first(until)
             elif work.deadline <= until:  # another thread executes the operation, with a later deadline
@@ -185,9 +187,9 @@ class OperationExecutor:
         self._rounds.leave()
         # A thread that waits for a peer detects the shutdown. The socket is closed only afterwards, so that its
         # descriptor is not reused for another file during the wait.
-        if self._is_running.acquire(timeout=1.0):
+        if self._execution_lock.acquire(timeout=1.0):
             self._rounds.close()
-            self._is_running.release()
+            self._execution_lock.release()
             self._drain_queue()
         self._wakeups.release()
 
@@ -199,12 +201,17 @@ class OperationExecutor:
         completed: ShmWork | None = None
         try:
             if self._queue and self._try_to_finish(self._queue[0], until):
-                completed = self._queue.popleft()
-        except BaseException:  # such as Ctrl-C of the user
-            completed = self._queue.popleft()
+                completed = self._queue[0]
+        except BaseException as raised:  # such as Ctrl-C of the user, at any line
+            completed = self._queue[0]
+            if not completed.is_completed():  # otherwise a thread that waits for it would never return
+                self._fail_group(f"{completed.name}: {str(raised) or type(raised).__name__}")
+                completed.end(DistBackendError(f"{self._broken}."))
             raise
         finally:
-            self._is_running.release()
+            if completed is not None:
+                self._queue.popleft()
+            self._execution_lock.release()
             if completed is not None:
                 completed.fulfill_future()
         return completed is not None or not self._queue
@@ -231,11 +238,11 @@ class OperationExecutor:
         return True
 
     def _advance(self, work: ShmWork, until: float) -> bool:
-        spin_until = 0.0
+        poll_end = 0.0
         while not work.advance():
             now = time.monotonic()
-            spin_until = spin_until or now + work.waitable.spin_s
-            if now < spin_until:
+            poll_end = poll_end or now + work.waitable.poll_s
+            if now < poll_end:
                 if now >= self._next_yield_at:
                     os.sched_yield()
                     if (after := time.monotonic()) - now > _LONG_YIELD_S:
@@ -250,7 +257,7 @@ class OperationExecutor:
                     raise TimeoutError(f"{error} before the timeout of the operation") from None
                 work.status_text = str(error)
                 return False
-            spin_until = 0.0
+            poll_end = 0.0
         return True
 
     def _fail_group(self, reason: str) -> None:
@@ -262,7 +269,7 @@ class OperationExecutor:
         if self._is_closed:
             self._drain_queue()
             return
-        with self._is_starting_thread:
+        with self._thread_lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="shm-process-group", daemon=True)
                 self._thread.start()
@@ -275,7 +282,7 @@ class OperationExecutor:
 
     def _drain_queue(self) -> None:
         while self._queue:
-            self._is_running.acquire()
+            self._execution_lock.acquire()
             self._advance_first(until=math.inf)
 
 
@@ -297,8 +304,8 @@ def _disable_inherited() -> None:
     for executor in _open:
         executor._broken = "it belongs to the process from which this process was forked"
         # Threads of the parent, which do not exist in this process, may have held the locks.
-        executor._is_running, executor._is_starting_thread = threading.Lock(), threading.Lock()
-        executor.futures = threading.Lock()
+        executor._execution_lock, executor._thread_lock = threading.Lock(), threading.Lock()
+        executor.futures_lock = threading.Lock()
 
 
 # A forked child has the shared memory, too: peers would mistake its data for data of its parent.

@@ -1,10 +1,14 @@
-"""All-reduce over several hosts: reduction in each host, all-reduce of their first ranks, broadcast in each host."""
+"""All-reduce over several hosts: reduction in each host, all-reduce of the host leaders, broadcast in each host.
+
+The leader of a host is its first rank.
+"""
 
 import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistBackendError
@@ -15,11 +19,18 @@ from lightning_strategies_ext.shm.native import NativeAllReduce
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
 from lightning_strategies_ext.shm.reduction import Reduction
-from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
+from lightning_strategies_ext.shm.rounds import POLL_S, Rounds
 from lightning_strategies_ext.shm.work import Waitable
 
 #: Size of one inter-host transfer, in bytes; meanwhile, hosts broadcast the previous piece and reduce the next piece.
 _PIECE_NUM_BYTES: Final = 2**23
+#: Size of one inter-host transfer of a dtype that gloo cannot reduce. Each host receives the pieces of all hosts.
+_UNREDUCED_PIECE_NUM_BYTES: Final = 2**20
+#: Dtypes that gloo reduces; torch.distributed passes complex tensors as real ones.
+_REDUCED_BY_GLOO: Final = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+}
 
 
 class HierarchicalAllReduce:
@@ -28,7 +39,7 @@ class HierarchicalAllReduce:
     Args:
         rounds: Rounds of the ranks of this host.
         native: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
-        leaders: gloo group of the first rank of each host; None if this rank is not one of them.
+        leaders: gloo group of the host leaders; None if this rank is not one of them.
     """
 
     def __init__(self, rounds: Rounds, native: NativeAllReduce | None, leaders: Any) -> None:
@@ -42,9 +53,9 @@ class HierarchicalAllReduce:
         self._identity = 0
 
     @property
-    def spin_s(self) -> float:
+    def poll_s(self) -> float:
         """Time for which the caller polls before it sleeps, in seconds."""
-        return SPIN_S if self._waits_inter_host else self._intra_host.spin_s
+        return POLL_S if self._waits_inter_host else self._intra_host.poll_s
 
     def run(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float, identity: int
@@ -64,7 +75,8 @@ class HierarchicalAllReduce:
         before: Tensor | None = None
         for flat, reduction in zip(flats, reductions, strict=True):
             undivided = reduction.undivided()
-            for piece in flat.split(max(1, _PIECE_NUM_BYTES // flat.element_size())):
+            num_bytes = _PIECE_NUM_BYTES if flat.dtype in _REDUCED_BY_GLOO else _UNREDUCED_PIECE_NUM_BYTES
+            for piece in flat.split(num_bytes // flat.element_size()):
                 yield from self._reduce_intra_host(piece, undivided, deadline)
                 yield from self._finish_inter_host()
                 if self._leaders is not None:
@@ -100,6 +112,7 @@ class HierarchicalAllReduce:
 
     def _reduce_intra_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
         if self._native is not None and self._native.supports(piece, reduction.op):
+            # All ranks of the host get a result that only the leader uses; this is faster than a reduce in rounds.
             self._intra_host = self._native
             yield from self._native.run([self._native.prepare(piece, reduction.op, identity=self._identity)])
             self._intra_host = self._rounds
@@ -115,7 +128,7 @@ class HierarchicalAllReduce:
             yield from self._rounds.run(number, steps, lookahead, deadline, self._identity)
 
     def _start_inter_host(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
-        if is_short(piece.nbytes, self._leaders.size()):
+        if piece.dtype not in _REDUCED_BY_GLOO or is_short(piece.nbytes, self._leaders.size()):
             self._inter_host = OneShotAllReduce(self._leaders, piece, reduction, _remaining_time(deadline))
             return
         options = dist.AllreduceOptions()

@@ -1,7 +1,8 @@
 """Links: signals and small messages between the ranks of one host.
 
-Each pair of ranks is connected by a Unix socket that preserves message boundaries (``SOCK_SEQPACKET``). Flags in shared
-memory would be faster, but for sockets the kernel guarantees, on every processor:
+Each pair of ranks is connected by a Unix socket that preserves message boundaries (``SOCK_SEQPACKET``). The counters in
+shared memory of the native library are faster, but require atomic operations. For sockets the kernel guarantees, on
+every processor:
 
 - A rank that has received a message sees everything that the sender wrote before, also in shared memory.
 - A rank that waits sleeps, and is woken.
@@ -24,9 +25,9 @@ from typing import Final
 
 from torch.distributed import DistBackendError
 
-#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity. Data of any
-#: dtype follows, so that the size is a multiple of 16 bytes, the largest item.
-HEADER: Final = struct.Struct("<BxHIQQ8x")
+#: Kind of the message, round number, operation number, size of the whole operation in bytes, identity, checksum of the
+#: tensors. Data of any dtype follows, so that the size is a multiple of 16 bytes, the largest item.
+HEADER: Final = struct.Struct("<BxHIQQI4x")
 #: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
@@ -35,7 +36,8 @@ MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
 ROUND, LEFT, BROKEN, WAKE, MISMATCH = range(5)
 #: Maximum number of bytes of a text in a message.
 _TEXT_NUM_BYTES: Final = 4000
-_HEADERS: Final = {kind: HEADER.pack(kind, 0, 0, 0, 0) for kind in (LEFT, BROKEN, MISMATCH)}
+_HEADERS: Final = {kind: HEADER.pack(kind, 0, 0, 0, 0, 0) for kind in (LEFT, BROKEN, MISMATCH)}
+_SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 #: poll(2) takes milliseconds as an int, which overflows after 24 days.
 _LONGEST_POLL_S: Final = 86_400.0
 
@@ -99,7 +101,7 @@ class Links:
         link = self._sockets[peer]
         while True:
             try:
-                link.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                link.sendmsg(parts, (), _SEND_FLAGS)
                 return
             except BlockingIOError:
                 poller = select.poll()
@@ -193,13 +195,13 @@ class Links:
         """Sends the peers, as far as they can receive it, a text that describes the operation of this rank."""
         for link in self._sockets.values():
             with suppress(OSError):
-                link.sendmsg([_HEADERS[MISMATCH], text.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
+                link.sendmsg([_HEADERS[MISMATCH], text.encode()[:_TEXT_NUM_BYTES]], (), _SEND_FLAGS)
 
     def shut_down(self, kind: int, reason: str = "") -> None:
         """Disconnects from the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
-                link.sendmsg([_HEADERS[kind], reason.encode()[:_TEXT_NUM_BYTES]], (), socket.MSG_DONTWAIT)
+                link.sendmsg([_HEADERS[kind], reason.encode()[:_TEXT_NUM_BYTES]], (), _SEND_FLAGS)
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         self._closed.update(self._sockets)

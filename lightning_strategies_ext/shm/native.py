@@ -1,8 +1,8 @@
 """All-reduces of the ranks of one host by the native library; ``all_reduce.c`` describes the algorithm.
 
-Rounds support all operations, but an operation takes about 50 microseconds with rounds, and one microsecond with the
-library. The library uses sockets only for long waits: a rank sleeps on them, is woken through them, and detects the
-exit of a peer.
+Rounds support all operations, but send a message per round and peer, so that a small all-reduce takes several times as
+long (``docs/benchmarks.md`` has measurements). The library uses sockets only for long waits: a rank sleeps on them, is
+woken through them, and detects the exit of a peer.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from lightning_strategies_ext.shm.links import (
     MismatchFoundError,
     PeerLostError,
 )
-from lightning_strategies_ext.shm.rounds import SPIN_S, received_operation
+from lightning_strategies_ext.shm.rounds import POLL_S, received_operation
 from lightning_strategies_ext.shm.segments import CONTROL_BLOCK_NUM_BYTES, Segment
 
 #: Maximum number of ranks on one host that the library supports.
@@ -33,7 +33,7 @@ _DONE, _WAITS, _MISMATCH = range(3)  # as in all_reduce.c
 _TYPES: Final = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _IS_AVERAGE: Final = {ReduceOp.SUM: False, ReduceOp.AVG: True}
 _TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
-_SPIN_NS: Final = int(SPIN_S * 1e9)
+_POLL_NS: Final = int(POLL_S * 1e9)
 #: Maximum size in bytes, times the number of other ranks, of a tensor that every rank reduces as a whole.
 _WHOLE_NUM_BYTES: Final = 32 * 1024
 
@@ -69,29 +69,29 @@ class NativeAllReduce:
 
     Args:
         library: Library from :func:`.native_build.library`.
-        rank: Index of this rank among the ranks of the host.
-        peers: Other ranks of the host, by their index.
+        local_rank: Local rank of this process: its index among the ranks of the group on this host.
+        peers: Other ranks of the host, by local rank.
         links: Links to the peers.
-        segments: Segments of all ranks of the host, by their index.
+        segments: Segments of all ranks of the host, by local rank.
         comparison: Creates the error if ranks are in different operations.
 
     Attributes:
-        spin_s: Time for which the caller polls before it sleeps, in seconds: zero, because the library polls.
+        poll_s: Time for which the caller polls before it sleeps, in seconds: zero, because the library polls.
     """
 
-    spin_s: Final = 0.0
+    poll_s: Final = 0.0
 
     def __init__(
         self,
         library: ctypes.CDLL,
-        rank: int,
+        local_rank: int,
         peers: dict[int, LocalPeer],
         links: Links,
         segments: Sequence[Segment],
         comparison: Comparison,
     ) -> None:
         self._library = library
-        self._rank = rank
+        self._local_rank = local_rank
         self._size = len(segments)
         self._peers = peers
         self._links = links
@@ -100,18 +100,18 @@ class NativeAllReduce:
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
-        areas = (ctypes.c_void_p * self._size)(*(segment.control_block.data_ptr() for segment in segments))
-        fds = [links.fileno(peers[local_rank]) if local_rank in peers else -1 for local_rank in range(self._size)]
+        areas = (ctypes.c_void_p * self._size)(*(segment.native_area.data_ptr() for segment in segments))
+        fds = [links.fileno(peers[other]) if other in peers else -1 for other in range(self._size)]
         slot_num_bytes = min(segment.native_slot_num_bytes for segment in segments)
         library.all_reduce_open(
             self._group,
-            rank,
+            local_rank,
             self._size,
             areas,
             CONTROL_BLOCK_NUM_BYTES,
             slot_num_bytes,
             (ctypes.c_int * self._size)(*fds),
-            HEADER.pack(WAKE, 0, 0, 0, 0),
+            HEADER.pack(WAKE, 0, 0, 0, 0, 0),
         )
 
     @staticmethod
@@ -143,7 +143,7 @@ class NativeAllReduce:
         _, *numbers, copies, identity = call
         pointers = None if copies is None else copies.pointers
         self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers, identity)
-        return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
+        return bool(self._library.all_reduce_advance(self._group, _POLL_NS) == _DONE)
 
     def resume(self, call: AllReduceCall) -> Generator[None, None, None]:
         """Continues after :meth:`begin`; yields whenever other ranks are not ready yet.
@@ -155,7 +155,7 @@ class NativeAllReduce:
             DistBackendError: If a rank reduces a tensor of another size or dtype, with another operator, or for
                 another purpose.
         """
-        while (state := self._library.all_reduce_advance(self._group, _SPIN_NS)) != _DONE:
+        while (state := self._library.all_reduce_advance(self._group, _POLL_NS)) != _DONE:
             if state == _MISMATCH:
                 raise self._comparison.mismatch([self._operation(local_rank) for local_rank in range(self._size)])
             yield
@@ -193,13 +193,16 @@ class NativeAllReduce:
         if has_message and self._awaits(local_rank):
             self._links.receive(first, self._message)
             operations: list[Operation | None] = [None] * self._size
-            operations[self._rank], operations[local_rank] = self.current_operation, received_operation(self._message)
+            operations[self._local_rank], operations[local_rank] = (
+                self.current_operation,
+                received_operation(self._message),
+            )
             raise self._comparison.mismatch(operations)
 
     @property
     def current_operation(self) -> Operation:
         """The operation of this rank."""
-        return self._operation(self._rank)
+        return self._operation(self._local_rank)
 
     def reply_to_mismatch(self, found: MismatchFoundError) -> DistBackendError:
         """Returns the error after a peer has found a mismatch, see :meth:`.Comparison.reply_to_mismatch`."""
@@ -210,5 +213,7 @@ class NativeAllReduce:
 
     def _operation(self, local_rank: int) -> Operation:
         call = self._library.all_reduce_call(self._group, local_rank)
-        tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
+        tensors = f" of {call >> 8} x {_TYPE_NAMES[call >> 1 & 63]} ({'AVG' if call & 1 else 'SUM'})"
+        if call & 128:
+            tensors += " into shared memory"
         return Operation("all_reduce", tensors, self._library.all_reduce_identity(self._group, local_rank))

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,6 +24,10 @@ from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, Native
 NATIVE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_NATIVE"
 #: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
+
+
+#: Errors of compilers, by their commands. A compiler that fails runs once in a process, not once per process group.
+_problems: dict[tuple[str, ...], str] = {}
 
 
 class Library(NamedTuple):
@@ -50,7 +55,7 @@ def library() -> Library:
         try:
             return Library(_load(IN_WHEEL), "")
         except NativeLibraryError:
-            pass  # it was built for another C library than that of this system
+            pass  # it was built for another C library than that of this system, or for another version
     uncached_reason = ""
     cached: Path | None = None
     try:
@@ -67,6 +72,16 @@ def library() -> Library:
 
 def _compile(cached: Path | None, uncached_reason: str) -> Library:
     command = compiler.command()
+    key = tuple(command)
+    if key not in _problems:
+        try:
+            return _compile_with(command, cached, uncached_reason)
+        except NativeLibraryError as error:
+            _problems[key] = str(error)
+    raise NativeLibraryError(_problems[key])
+
+
+def _compile_with(command: Sequence[str], cached: Path | None, uncached_reason: str) -> Library:
     try:
         with tempfile.TemporaryDirectory() as directory:
             made = Path(directory, "all_reduce.so")
@@ -111,6 +126,9 @@ def _load(path: Path) -> ctypes.CDLL:
         ("all_reduce_wake_up", None, [pointer]),
         ("at_fork_hold", number, [pointer, pointer, pointer]),
     ):
-        function = getattr(loaded, name)
+        try:
+            function = getattr(loaded, name)
+        except AttributeError as error:
+            raise NativeLibraryError(f"{path} is the library of another version ({error})") from error
         function.restype, function.argtypes = result, arguments
     return loaded

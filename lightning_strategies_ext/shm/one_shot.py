@@ -53,7 +53,9 @@ class OneShotAllReduce:
         options = dist.AllToAllOptions()
         if timeout is not None:
             options.timeout = timeout
-        self._work = group.alltoall_base(self._received, sent, [], [], options)
+        # As bytes, because gloo does not send tensors of all dtypes.
+        received, sent = self._received.view(torch.uint8), sent.view(torch.uint8)
+        self._work = group.alltoall_base(received, sent, [], [], options)
 
     def is_completed(self) -> bool:
         """Returns whether all tensors have arrived, or the operation has failed."""

@@ -1,5 +1,6 @@
-"""Operation numbers: which collective a rank has started, and for which dtype, so that ranks can compare them."""
+"""Operation numbers: which collective a rank has started, and for which tensors, so that ranks can compare them."""
 
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum, auto
 from typing import Any, Final
@@ -45,6 +46,12 @@ def operation_id(kind: CollectiveKind, tensors: Sequence[Tensor], op: Any = None
     dtype_number = _DTYPE_NUMBERS[tensors[0].dtype] if tensors else 0
     op_number = 0 if op is None else _OP_NUMBERS[op.name]
     return kind + _MAX_KINDS * (op_number + _MAX_OPS * (dtype_number + _MAX_DTYPES * (root % _MAX_ROOTS)))
+
+
+def checksum_of(tensors: Sequence[Tensor]) -> int:
+    """Returns a checksum of the sizes and dtypes of tensors."""
+    layout = [(tensor.numel(), _DTYPE_NUMBERS[tensor.dtype]) for tensor in tensors]
+    return zlib.crc32(repr(layout).encode())
 
 
 def describe_operation(number: int) -> str:

@@ -12,7 +12,7 @@ from lightning_strategies_ext.shm.algorithms import Plan
 from lightning_strategies_ext.shm.blocking_times import recorded
 from lightning_strategies_ext.shm.executor import OperationExecutor, deadline_of, is_asynchronous
 from lightning_strategies_ext.shm.gloo_fallback import GlooFallback
-from lightning_strategies_ext.shm.operation_ids import CollectiveKind, operation_id
+from lightning_strategies_ext.shm.operation_ids import CollectiveKind, checksum_of, operation_id
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.tensors import flat, with_copy_back
 from lightning_strategies_ext.shm.work import OperationSteps, ShmWork, Waitable
@@ -66,7 +66,10 @@ class OperationStarter:
         call = operation_id(kind, flats, getattr(op, "op", op), root)
         # Barriers may have different identities, for example if rank 0 runs code before the other ranks.
         identity = 0 if kind == CollectiveKind.BARRIER else current.identity
-        progress = self._rounds.run(call, steps, lookahead, deadline, identity)
+        # A gather to a list has one more tensor than outputs, all of one size.
+        is_coalesced = len(outputs) > 1 and len(flats) != len(outputs) + 1
+        checksum = checksum_of(outputs) if is_coalesced else 0
+        progress = self._rounds.run(call, steps, lookahead, deadline, identity, checksum)
         changed = outputs if written is None else written
         return self.start_steps(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 

@@ -1,9 +1,9 @@
 """The ``shm`` process group: torch.distributed's collectives for CPU tensors of the ranks of one host.
 
 A gloo group executes the other operations: point-to-point, all-to-all, sparse tensors, ``allgather_coalesced``, and
-future operations of torch. Tensors without memory, which need torch's dispatcher, are passed to gloo, too: gloo rejects
-a DTensor, and tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each host, and
-gloo between the first ranks of the hosts. All other collectives over several hosts use gloo only.
+future operations of torch. Tensors whose memory cannot be read are passed to gloo through torch's dispatcher: gloo
+rejects a DTensor, and tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each
+host, and gloo between the host leaders. All other collectives over several hosts use gloo only.
 """
 # torch's stubs describe calls of a C++ class; torch.distributed calls a Python class only with these signatures.
 # mypy: disable-error-code="override,assignment,call-arg"
@@ -50,7 +50,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         native: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
         share_memory: Function that maps memory of a size in bytes for :meth:`share_memory`.
         gloo: Backend of all ranks, for other operations.
-        leaders: gloo group of the first rank of each host; None if there is one host, or this rank is not a first rank.
+        leaders: gloo group of the host leaders; None if there is one host, or this rank is not a host leader.
 
     Attributes:
         gloo: torch's own process group with the backend ``gloo``.
@@ -97,7 +97,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return self._native is not None
 
     def share_memory(self, num_bytes: int) -> list[Tensor]:
-        """Maps further shared memory of each rank. Collective: all ranks call it; all must be on one host.
+        """Maps further shared memory of each rank. Collective: all ranks call it.
 
         Args:
             num_bytes: Size of each rank's memory, in bytes.
@@ -110,6 +110,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 ranks exceeds half of the free space.
             DistBackendError: If a rank has exited.
             TimeoutError: If a rank does not call it before the timeout.
+            ValueError: On all ranks, if they are on several hosts.
         """
         return self._share_memory(num_bytes)
 
@@ -139,7 +140,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leaves the group; operations in progress fail, on this rank and on others. Repeated calls are no-ops."""
+        """Leaves the group. Operations in progress fail, except those that gloo performs. Later calls are no-ops."""
         self._finalizer()
 
     def abort(self) -> None:
@@ -154,12 +155,13 @@ class ShmProcessGroup(dist.ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         native = self._native
-        # Nearly all calls take this path. It is short because a large tensor evicts its code from the core's caches.
-        if native is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
-            tensor, opts = args[0][0], args[1]
-            if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and native.supports(tensor, opts.reduceOp):
-                with record_call("all_reduce"):
-                    return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
+        # Nearly all calls take this path. A large tensor evicts the path's code from the core's caches: it is short.
+        match args:
+            case [[tensor], opts] if native is not None and type(opts) is dist.AllreduceOptions:
+                is_simple = is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous()
+                if is_simple and native.supports(tensor, opts.reduceOp):
+                    with record_call("all_reduce"):
+                        return self._executor.all_reduce(native, tensor, opts, self._backend.timeout)
         return self._all_reduce(*args, **kwargs)
 
     @accept_single_tensor(dist.AllreduceOptions, ["tensors"], ["op", "timeout"])

@@ -47,7 +47,7 @@ class Reduction:
 
     def __init__(self, op: Any, dtype: torch.dtype, num_ranks: int) -> None:
         kind = getattr(op, "op", op)
-        combine = next((combine for known, combine in _BY_OP.items() if known == kind), None)
+        combine = _BY_OP.get(kind)
         if combine is None:
             raise ValueError(
                 f"`op={op}`: the process group 'shm' supports {', '.join(known.name for known in _BY_OP)}."
@@ -75,8 +75,8 @@ class Reduction:
     def divide(self, total: Tensor) -> None:
         """Divides a sum by the number of ranks if the operator is AVG; truncates integers, as NCCL does."""
         if self.op == ReduceOp.AVG:
-            is_whole = not (total.is_floating_point() or total.is_complex())
-            total.div_(self._num_ranks, rounding_mode="trunc" if is_whole else None)
+            is_integer = not (total.is_floating_point() or total.is_complex())
+            total.div_(self._num_ranks, rounding_mode="trunc" if is_integer else None)
 
     def undivided(self) -> "Reduction":
         """Returns the same reduction, but SUM instead of AVG."""

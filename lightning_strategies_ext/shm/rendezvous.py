@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from torch.distributed import Store
 
-from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, user_of
+from lightning_strategies_ext._system.peers import UNMAPPED_USER, host_identity, is_of_this_user, user_of
 from lightning_strategies_ext.shm.links import Links, LocalPeer, PeerLostError, poll_until
 
 _TOKEN_NUM_BYTES: Final = 16
@@ -63,7 +63,7 @@ class Rendezvous:
             ``info``.
 
         Raises:
-            PermissionError: If ranks of one host belong to different users.
+            PermissionError: On all ranks, if ranks of one host belong to different users.
             TimeoutError: If a rank publishes nothing before the deadline. The message names such ranks.
         """
         own: dict[str, Any] = {"host": host_identity(), "address": self._address, "token": self._token.hex()}
@@ -79,9 +79,9 @@ class Rendezvous:
             raise _connection_timeout(missing) from error
         announced = [json.loads(self._store.get(key)) for key in keys]
         try:
-            _check_is_one_user(self._rank, announced)
+            _check_users(announced)
         except PermissionError:
-            self.await_readers(rank for rank, info in enumerate(announced) if info["host"] == own["host"])
+            self.await_readers(range(self._size))
             raise
         return announced
 
@@ -199,6 +199,8 @@ class _PeerConnections:
                 user = user_of(link)
                 link.close()
                 problem = f"has ended, and a process of user {user} uses the address of its socket"
+                if user == UNMAPPED_USER:
+                    problem += f", or the user namespace of this process has no id for the user of {peer}"
                 raise PeerLostError(f"the process group was not created: {peer} {problem}", peer)
             socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(info["token"]))], [self._own_fd])
         except BlockingIOError:
@@ -260,15 +262,16 @@ class _PeerConnections:
             raise PeerLostError(f"the process group was not created: {peer} has left", peer) from None
 
 
-def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
-    """Raises PermissionError if ranks of this host belong to different users."""
-    own = announced[rank]
-    for other, info in enumerate(announced):
-        if info.get("host") == own["host"] and info["user"] != own["user"]:
+def _check_users(announced: Sequence[dict[str, Any]]) -> None:
+    """Raises PermissionError, on all ranks, if ranks of a host belong to different users."""
+    first_ranks: dict[str, int] = {}
+    for rank, info in enumerate(announced):
+        first = first_ranks.setdefault(info["host"], rank)
+        if info["user"] != announced[first]["user"]:
             raise PermissionError(
-                f"`shm`: rank {rank} of the group runs as user {own['user']}, but rank {other} as user"
-                f" {info['user']}. Ranks of different users cannot share memory. Start all ranks as one user, or use"
-                " `process_group_backend='gloo'`."
+                f"`shm`: rank {first} of the group runs as user {announced[first]['user']}, but rank {rank} as user"
+                f" {info['user']}. Ranks of different users cannot share memory. Start all ranks of a host as one user,"
+                " or use `process_group_backend='gloo'`."
             )
 
 

@@ -36,7 +36,7 @@ from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 #: Maximum number of rounds that are published before the first of them has been read.
 LOOKAHEAD: Final = 2
 #: Seconds for which a rank polls before it sleeps. Between two polls, it yields its core.
-SPIN_S: Final = 100e-6
+POLL_S: Final = 100e-6
 _EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -60,27 +60,27 @@ class Rounds:
     """Runs the rounds of one rank.
 
     Args:
-        rank: Index of this rank among the ranks of the host.
-        peers: Other ranks of the host, by their index.
+        local_rank: Local rank of this process: its index among the ranks of the group on this host.
+        peers: Other ranks of the host, by local rank.
         links: Links to the peers.
-        segments: Segments of all ranks of the host, by their index.
+        segments: Segments of all ranks of the host, by local rank.
         comparison: Creates the error if ranks are in different operations.
 
     Attributes:
-        spin_s: Time for which the caller polls before it sleeps, in seconds.
+        poll_s: Time for which the caller polls before it sleeps, in seconds.
     """
 
-    spin_s: Final = SPIN_S
+    poll_s: Final = POLL_S
 
     def __init__(
         self,
-        rank: int,
+        local_rank: int,
         peers: dict[int, LocalPeer],
         links: Links,
         segments: Sequence[Segment],
         comparison: Comparison,
     ) -> None:
-        self.rank = rank
+        self.local_rank = local_rank
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
         self._peers = peers
@@ -92,12 +92,19 @@ class Rounds:
         self._messages = [torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8) for _ in segments]
         self._bytes = [memoryview(message.numpy()) for message in self._messages]  # type: ignore[arg-type]
         self._published = self._read = 0
-        self._own = 0, 0, 0  # operation number, size in bytes, and identity of the current operation
+        #: Operation number, size in bytes, identity, and checksum of the tensors of the current operation.
+        self._own = 0, 0, 0, 0
         self._known_identity = 0  # identity of the operation, if this rank or a peer has stated it
         self._awaited: list[int] = []
 
     def run(
-        self, operation: int, rounds: Sequence[Round], lookahead: int, deadline: float, identity: int = 0
+        self,
+        operation: int,
+        rounds: Sequence[Round],
+        lookahead: int,
+        deadline: float,
+        identity: int = 0,
+        checksum: int = 0,
     ) -> Generator[None, None, None]:
         """Runs the rounds of one operation; yields whenever other ranks are not ready yet.
 
@@ -108,6 +115,7 @@ class Rounds:
                 :data:`LOOKAHEAD`.
             deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
             identity: Identity of the operation, see :mod:`lightning_strategies_ext.identities`.
+            checksum: Checksum of coalesced tensors, from :func:`.operation_ids.checksum_of`; equal on all ranks.
 
         Raises:
             PeerLostError: If a peer has exited or left the group.
@@ -116,7 +124,7 @@ class Rounds:
         """
         # Messages have 16 bits for the round number, which suffice: ranks are at most two rounds apart.
         total = sum(sum(step.num_bytes) for step in rounds)
-        self._own = operation, total, identity
+        self._own = operation, total, identity, checksum
         self._known_identity = identity
         for step in rounds[:lookahead]:
             self._publish(step, deadline)
@@ -154,14 +162,14 @@ class Rounds:
         self._links.shut_down(BROKEN, reason)
 
     def _publish(self, step: Round, deadline: float) -> None:
-        num_bytes = step.num_bytes[self.rank]
+        num_bytes = step.num_bytes[self.local_rank]
         HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, *self._own)
         length = HEADER.size
         if 0 < num_bytes <= INLINE_NUM_BYTES:
             length += num_bytes
             step.publish(self._own_message[HEADER.size : length])
         elif num_bytes:
-            step.publish(self._slots[self.rank][self._published % NUM_SLOTS][:num_bytes])
+            step.publish(self._slots[self.local_rank][self._published % NUM_SLOTS][:num_bytes])
         self._published += 1
         message = [self._own_bytes[:length]]
         for peer in self._peers.values():
@@ -171,16 +179,17 @@ class Rounds:
         peer, into = self._peers[local_rank], self._bytes[local_rank]
         if not self._links.receive(peer, into):
             return False
-        _, number, operation, total, identity = HEADER.unpack_from(into)
+        _, number, operation, total, identity, checksum = HEADER.unpack_from(into)
         known: int | None = self._known_identity
         if identity != known:
             known = merge_identities(self._known_identity, identity)
-        if (operation, total) != self._own[:2] or number != self._read & 0xFFFF or known is None:
+        is_own = (operation, total, checksum) == (self._own[0], self._own[1], self._own[3])
+        if not is_own or number != self._read & 0xFFFF or known is None:
             operations = [
-                None if other == self.rank or other in self._awaited[1:] else received_operation(message)
+                None if other == self.local_rank or other in self._awaited[1:] else received_operation(message)
                 for other, message in enumerate(self._bytes)
             ]
-            operations[self.rank] = self.current_operation
+            operations[self.local_rank] = self.current_operation
             raise self._comparison.mismatch(operations)
         self._known_identity = known
         return True
@@ -197,7 +206,7 @@ class Rounds:
     def _views(self, step: Round) -> list[Tensor]:
         views = []
         for local_rank, num_bytes in enumerate(step.num_bytes):
-            if not num_bytes or local_rank == self.rank:
+            if not num_bytes or local_rank == self.local_rank:
                 views.append(_EMPTY)
             elif num_bytes > INLINE_NUM_BYTES:
                 views.append(self._slots[local_rank][self._read % NUM_SLOTS][:num_bytes])
@@ -208,9 +217,11 @@ class Rounds:
 
 def received_operation(message: memoryview) -> Operation:
     """Returns the operation of the rank that has sent a message."""
-    _, _, operation, total, identity = HEADER.unpack_from(message)
-    return _described(operation, total, identity)
+    return _described(*HEADER.unpack_from(message)[2:])
 
 
-def _described(operation: int, total: int, identity: int) -> Operation:
-    return Operation(describe_operation(operation), f", {total} bytes on all ranks together", identity)
+def _described(operation: int, total: int, identity: int, checksum: int) -> Operation:
+    tensors = f", {total} bytes on all ranks together"
+    if checksum:
+        tensors += f" (checksum of sizes and dtypes: {checksum:08x})"
+    return Operation(describe_operation(operation), tensors, identity)

@@ -22,7 +22,7 @@ class Waitable(Protocol):
     """Object that executes an operation with other ranks, and waits for them."""
 
     @property
-    def spin_s(self) -> float:
+    def poll_s(self) -> float:
         """Time for which the caller polls before it sleeps, in seconds."""
 
     def wait(self, deadline: float) -> None:
@@ -36,11 +36,11 @@ class Completion(Protocol):
     """Completes the operations of a process group: an :class:`.OperationExecutor`.
 
     Attributes:
-        futures: Lock that is held while a future is created or fulfilled.
+        futures_lock: Lock that is held while a future is created or fulfilled.
         unwaited: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
-    futures: Lock
+    futures_lock: Lock
     unwaited: OrderedDict["ShmWork", None]
 
     def complete(self, work: "ShmWork", until: float = ...) -> bool:
@@ -151,7 +151,7 @@ class ShmWork(Work):
 
     def get_future(self) -> "Future[Any]":
         """Returns a future of the outputs."""
-        with self._executor.futures:
+        with self._executor.futures_lock:
             if self._end is None:
                 self._end = Future()
                 # C++ code, such as that of DDP, understands only errors of futures that `then` has returned.
@@ -174,12 +174,12 @@ class ShmWork(Work):
     def end(self, error: Exception | None) -> None:
         """Marks the operation as ended, with its error or None."""
         self._error = error
-        with self._executor.futures:
+        with self._executor.futures_lock:
             self._progress = None
 
     def fulfill_future(self) -> None:
         """Fulfills the future, if there is one, which runs its callbacks."""
-        with self._executor.futures:
+        with self._executor.futures_lock:
             if self._end is None or self._is_future_fulfilled:
                 return
             self._is_future_fulfilled = True

@@ -3,9 +3,9 @@
  *
  *     all_reduce_stress RANKS TENSORS SLEEPS
  *
- * Each rank all-reduces tensors of random sizes and types and checks every item. Some results go into shared copies; a
- * rank's own copy is sometimes the tensor itself. With SLEEPS, a rank that has to wait sleeps on its sockets, as in the
- * process group. A rank that is not woken ends the program with an error. */
+ * Each rank all-reduces tensors of random sizes and types and checks every item. Some results go into result
+ * buffers; a rank's own buffer is sometimes the tensor itself. With SLEEPS, a rank that has to wait sleeps on its
+ * sockets, as in the process group. A rank that is not woken ends the program with an error. */
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -14,10 +14,10 @@
 
 #include "all_reduce.c"
 
-enum { BOARD_BYTES = 4096, SLOT_BYTES = 4096, MOST_ITEMS = 20000, SPIN_NS = 2000, PATIENCE_MS = 10000 };
+enum { BOARD_BYTES = 4096, SLOT_BYTES = 4096, MOST_ITEMS = 20000, POLL_NS = 2000, PATIENCE_MS = 10000 };
 
 static int size, num_tensors, sleeps;
-static char *areas[MAX_RANKS], *copies[MAX_RANKS];
+static char *areas[MAX_RANKS], *results[MAX_RANKS];
 static int links[MAX_RANKS][MAX_RANKS];
 
 static void fail(const char *what, int rank, int tensor)
@@ -43,8 +43,8 @@ static void wait_for_others(Group *g, int rank, int tensor)
 #define CHECK(TYPE)                                                                                                    \
     for (size_t i = 0; i < n; i++)                                                                                     \
         ((TYPE *)items)[i] = (TYPE)(rank + (int)i % 7);                                                                \
-    all_reduce_begin(g, items, n, type, 0, whole, has_copies ? copies : NULL, 0);                                      \
-    while ((state = all_reduce_advance(g, SPIN_NS)) != DONE) {                                                         \
+    all_reduce_begin(g, items, n, type, 0, whole, has_results ? results : NULL, 0);                                    \
+    while ((state = all_reduce_advance(g, POLL_NS)) != DONE) {                                                         \
         if (state != WAITS)                                                                                            \
             fail("ranks differ", rank, tensor);                                                                        \
         if (sleeps)                                                                                                    \
@@ -65,8 +65,8 @@ static void *work(void *argument)
         size_t n = 1 + (size_t)rand_r(&seed) % (rand_r(&seed) % 3 ? MOST_ITEMS : 100);
         int type = rand_r(&seed) % 4;
         size_t whole = rand_r(&seed) % 2 ? 2048 : 0;
-        int has_copies = rand_r(&seed) % 3 == 0;
-        char *result = has_copies ? copies[rank] : own;
+        int has_results = rand_r(&seed) % 3 == 0;
+        char *result = has_results ? results[rank] : own;
         char *items = rand_r(&own_seed) % 2 ? result : own;
         if (rand_r(&own_seed) % 20 == 0)
             usleep(200);
@@ -91,7 +91,7 @@ int main(int count, char **arguments)
     pthread_t threads[MAX_RANKS];
     for (int rank = 0; rank < size; rank++) {
         areas[rank] = aligned_alloc(BOARD_BYTES, BOARD_BYTES + SLOTS * SLOT_BYTES);
-        copies[rank] = aligned_alloc(LINE, MOST_ITEMS * 8);
+        results[rank] = aligned_alloc(LINE, MOST_ITEMS * 8);
         memset(areas[rank], 0, BOARD_BYTES + SLOTS * SLOT_BYTES);
         for (int other = 0; other < rank; other++) {
             int ends[2];

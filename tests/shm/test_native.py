@@ -1,10 +1,12 @@
 """The native all-reduce: bits identical to rounds, C11 memory order, sleep and wakeup, fallback without a compiler."""
 
+import ctypes
 import os
 import random
 import re
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,13 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext._system import user_cache
-from lightning_strategies_ext.shm import compiler
+from lightning_strategies_ext.identities import FIELDS
+from lightning_strategies_ext.shm import compiler, native_build
 from lightning_strategies_ext.shm.compiler import SOURCE, NativeLibraryError, compile_library
+from lightning_strategies_ext.shm.links import HEADER
+from lightning_strategies_ext.shm.native import MAX_RANKS, SharedCopies
 from lightning_strategies_ext.shm.native_build import NATIVE_VARIABLE, library
+from lightning_strategies_ext.shm.segments import LINE_NUM_BYTES, NUM_SLOTS
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
@@ -88,7 +94,7 @@ def test_the_library_relies_only_on_guarantees_of_the_c11_memory_model(
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
         ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # depends on which error occurs first
-        ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
+        ("(request & 255) == (uint64_t)g->rank + 1", "(request & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
 def test_the_stress_test_detects_injected_bugs(tmp_path: Path, right: str, wrong: str, report: str):
@@ -154,6 +160,25 @@ def test_the_error_of_ranks_that_reduce_different_tensors_names_the_difference(
         assert "do not call the same collectives" in outcome.error
         assert all(text in outcome.error for text in expected_texts), outcome
     assert time.monotonic() - start < 12
+
+
+def reduce_into_shared_memory_on_one_rank(numel: int) -> str:
+    rank = start_shm(timeout_s=20)
+    group, tensor = dist.group.WORLD, torch.ones(numel)
+    memory = group.share_memory(tensor.nbytes)
+    pointers = (ctypes.c_void_p * 2)(*(each.data_ptr() for each in memory))
+    copies = SharedCopies(memory[rank].view(tensor.dtype), pointers, memory)
+    start = partial(group.all_reduce_into, copies, tensor) if rank == 0 else partial(group.allreduce, [tensor])
+    with pytest.raises(dist.DistBackendError) as caught:
+        start(dist.AllreduceOptions()).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("numel", [8, 100_000])
+def test_ranks_that_differ_in_the_memory_of_the_result_get_an_error(numel: int):
+    for text in run_ranks(reduce_into_shared_memory_on_one_rank, numel):
+        assert "do not call the same collectives" in text
+        assert f"{numel} x float32 (SUM) into shared memory" in text
 
 
 def reduce_in_two_groups() -> tuple[float, bool]:
@@ -234,6 +259,19 @@ def test_a_compiler_that_fails_is_quoted(cached_library: Path, tmp_path: Path, m
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(NativeLibraryError, match="out of order"):
         library()
+    compiler.write_text("#!/bin/sh\necho 'it ran again' >&2\nexit 3\n")
+    with pytest.raises(NativeLibraryError, match="out of order"):
+        library()
+
+
+def test_a_library_of_another_version_in_the_wheel_is_ignored(
+    cached_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source, of_another_version = tmp_path / "empty.c", tmp_path / "all_reduce.so"
+    source.write_text("int all_reduce_group_bytes(void) { return 0; }")
+    subprocess.run([*compiler.command(), *compiler.FLAGS, "-o", of_another_version, source], check=True)
+    monkeypatch.setattr(native_build, "IN_WHEEL", of_another_version)
+    assert library().functions.all_reduce_group_bytes() > 0
 
 
 def test_a_long_compiler_error_is_quoted_from_the_start_of_a_line(tmp_path):
@@ -246,6 +284,19 @@ def test_a_long_compiler_error_is_quoted_from_the_start_of_a_line(tmp_path):
     quoted = str(caught.value).partition("fails: ")[2].splitlines()
     assert quoted == lines[-len(quoted) :]
     assert len(quoted) == 13  # 298 characters of at most 300
+
+
+def test_python_code_and_the_library_have_the_same_constants():
+    source = SOURCE.read_text()
+    constants = {name: int(value) for name, value in re.findall(r"\b([A-Z_]+) = (\d+)", source)}
+    assert constants["SLOTS"] == NUM_SLOTS
+    assert constants["MAX_RANKS"] == MAX_RANKS
+    assert constants["LINE"] == LINE_NUM_BYTES
+    assert constants["WAKE_BYTES"] <= HEADER.size
+    assert {name: constants[name] for name in ("DONE", "WAITS", "MISMATCH")} == {"DONE": 0, "WAITS": 1, "MISMATCH": 2}
+    masks = re.search(r"FIELDS\[\] = \{(.*)\}", source)
+    assert masks is not None
+    assert tuple(int(mask, 16) for mask in masks[1].split(",")) == FIELDS
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path):

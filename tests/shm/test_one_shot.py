@@ -11,7 +11,8 @@ from torch.distributed import ReduceOp
 
 from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.reduction import Reduction
-from tests.support.ranks import run_ranks
+from tests.shm.start import PER_HOST, start_shm
+from tests.support.ranks import rank_environment, run_ranks
 
 
 def contributed(rank: int) -> torch.Tensor:
@@ -82,3 +83,21 @@ def test_a_missing_rank_is_an_error_at_the_timeout():
 )
 def test_only_short_messages_use_one_shot(num_bytes: int, num_ranks: int, num_sharing: int, is_it: bool):
     assert is_short(num_bytes, num_ranks, num_sharing) == is_it
+
+
+def reduce_a_dtype_that_gloo_rejects() -> list[list[int]]:
+    rank = start_shm()
+    with pytest.raises(ValueError, match="on one host"):
+        dist.group.WORLD.share_memory(64)
+    found = []
+    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BXOR):
+        tensor = torch.full((1_300_000,), rank + 2, dtype=torch.int16)
+        dist.all_reduce(tensor, op)
+        found.append(tensor.unique().tolist())
+    return found
+
+
+@pytest.mark.processes
+def test_long_tensors_of_any_dtype_are_reduced_between_hosts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(rank_environment, PER_HOST, "1")
+    assert run_ranks(reduce_a_dtype_that_gloo_rejects) == [[[5], [3], [1]]] * 2

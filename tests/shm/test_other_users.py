@@ -1,6 +1,7 @@
 """``shm``, and the caches of its library and of Horovod, on a machine with other users."""
 
 import ctypes
+import json
 import os
 import re
 import socket
@@ -8,7 +9,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,19 @@ def test_ranks_of_different_users_get_one_error_that_names_both():
         assert f"as user {OTHER_USER}" in outcome.error
         assert "as user 0" in outcome.error
         assert "process_group_backend='gloo'" in outcome.error
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_gets_the_error_about_users_of_one_host(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = dist.FileStore(str(tmp_path / "store"), 3)
+    users, hosts = [1000, 1000, 1001], ["a", "b", "b"]
+    for other in {0, 1, 2} - {rank}:
+        store.set(f"rank/{other}", json.dumps({"host": hosts[other], "user": users[other]}))
+        store.set(f"read/{other}", "")
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: hosts[rank])
+    monkeypatch.setattr(os, "geteuid", lambda: users[rank])
+    with closing(Rendezvous(rank, 3, store)) as own, pytest.raises(PermissionError, match=r"rank 1 .* rank 2 as user"):
+        own.announce({}, time.monotonic() + 20)
 
 
 def test_the_host_is_the_kernel_and_its_network():

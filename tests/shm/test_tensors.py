@@ -128,6 +128,9 @@ def call_wrongly_on_one_rank() -> tuple[list[str], float]:
             lambda: dist.reduce_scatter_tensor(float8[:2].clone(), float8),
             lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)),
             lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # a tensor instead of a list
+            lambda: dist.group.WORLD.allreduce([torch.ones(3)] * 2, dist.AllreduceOptions()),
+            lambda: dist.group.WORLD.broadcast([torch.ones(3)] * 2, dist.BroadcastOptions()),
+            lambda: dist.group.WORLD.reduce([torch.ones(3)] * 2, dist.ReduceOptions()),
             lambda: torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3)),
         ]
         errors = [first_line(call) for call in calls]
@@ -202,6 +205,12 @@ def disagree(on: str) -> None:
         dist.reduce(tensor, rank)
     elif on == "reduction to a scatter":
         dist.reduce_scatter_tensor(tensor[:2].clone(), tensor, ReduceOp.MIN if rank else ReduceOp.AVG)
+    elif on == "sizes of several tensors":
+        several = tensor.bfloat16().repeat(2).split([5, 3] if rank else [3, 5])
+        dist.group.WORLD.allreduce_coalesced(list(several), dist.AllreduceCoalescedOptions()).wait()
+    elif on == "dtypes of several tensors":
+        several = [tensor.bfloat16(), tensor.to(torch.float16 if rank else torch.int16)]
+        dist.group.WORLD.allreduce_coalesced(several, dist.AllreduceCoalescedOptions()).wait()
 
 
 @pytest.mark.parametrize(
@@ -212,6 +221,8 @@ def disagree(on: str) -> None:
         ("root of a broadcast", ["broadcast of torch.float32 with root 0", "broadcast of torch.float32 with root 1"]),
         ("root of a reduce", ["root 0", "root 1"]),
         ("reduction to a scatter", ["(MIN)", "(AVG)"]),
+        ("sizes of several tensors", ["32 bytes on all ranks together (checksum", "tensors of the same shape"]),
+        ("dtypes of several tensors", ["32 bytes on all ranks together (checksum", "tensors of the same shape"]),
     ],
 )
 def test_ranks_that_disagree_get_an_error_that_names_the_difference(on: str, expected_texts: list[str]):
@@ -228,7 +239,10 @@ def call_in_short() -> list[list[float]]:
     timeout = {"timeout": timedelta(seconds=20)} if "timeout" in (dist.ProcessGroup.broadcast.__doc__ or "") else {}
     for group in both:
         whole, part = torch.arange(4.0) + rank, torch.zeros(2)
-        several, gathered, pair = [whole.clone() for _ in range(8)], [part.clone(), part.clone()], whole.split(2)
+        several, gathered, pair = [whole.clone() for _ in range(12)], [part.clone(), part.clone()], whole.split(2)
+        gathered_by_name = [part.clone(), part.clone()]
+        of_root = dist.BroadcastOptions()
+        of_root.rootRank = 1
         works = [
             group.allreduce(several[0]),
             group.allreduce(several[1], ReduceOp.MAX),
@@ -238,6 +252,11 @@ def call_in_short() -> list[list[float]]:
             group.reduce(several[5], 0, ReduceOp.MAX),
             group.allgather(gathered, pair[0]),
             group.barrier(**timeout),
+            group.allreduce(tensors=[several[8]], opts=dist.AllreduceOptions()),
+            group.allreduce(tensor=several[9]),
+            group.broadcast([several[10]], opts=of_root),
+            group.broadcast(tensors=[several[11]], opts=of_root),
+            group.allgather(output_tensors=[gathered_by_name], input_tensors=[pair[1]]),
         ]
         if timeout:
             works.append(group.scatter(part, list(pair) if rank == 1 else [], 1))
@@ -245,7 +264,7 @@ def call_in_short() -> list[list[float]]:
             work.wait()
         if rank == 1:
             several[5].zero_()  # the result of a reduction to one rank is undefined on other ranks
-        results.append(torch.cat([*several, *gathered, part]).tolist())
+        results.append(torch.cat([*several, *gathered, *gathered_by_name, part]).tolist())
     return results
 
 
