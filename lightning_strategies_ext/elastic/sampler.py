@@ -116,8 +116,10 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def _num_ranks_in_last_step(self) -> int:
-        """Number of ranks that get samples in an incomplete last step; fewer than all if a rank would get only one."""
+        """Number of ranks that get samples in an incomplete last step; with batches of several samples, at least two."""
         num_in_last_step = self._num_samples - self._num_samples_before - self._num_in_full_steps
+        if self._batch_size == 1:
+            return num_in_last_step
         return min(self._world_size, max(1, num_in_last_step // 2))
 
 
