@@ -66,6 +66,17 @@ class ElasticSampler(Sampler[int]):
             self._epoch, self._num_samples_before, self.num_batches_before = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
+        order, end = self._order(), self._num_samples_before + self._num_in_full_steps
+        yield from islice(order, self._num_samples_before + self._rank, end, self._world_size)
+        if self._rank < self._num_ranks_in_last_step:
+            yield from islice(order, end + self._rank, None, self._num_ranks_in_last_step)
+
+    def shadow_batch(self) -> list[int]:
+        """Returns a batch for a rank without remaining batches, which repeats it while the other ranks continue."""
+        return self._order()[-self._batch_size :]
+
+    def _order(self) -> list[int]:
+        """Returns the samples of the epoch in their order."""
         seed = self._single_rank_sampler.seed + self._epoch
         generator = getattr(users_sampler(self._single_rank_sampler), "generator", None)
         with isolate_rng():  # a custom sampler may draw from any generator
@@ -75,14 +86,7 @@ class ElasticSampler(Sampler[int]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             self._single_rank_sampler.set_epoch(self._epoch)
-            order = list(self._single_rank_sampler)
-        if not len(self):  # a batch with which this rank shadows the steps of the other ranks
-            yield from order[-self._batch_size :]
-            return
-        end = self._num_samples_before + self._num_in_full_steps
-        yield from islice(order, self._num_samples_before + self._rank, end, self._world_size)
-        if self._rank < self._num_ranks_in_last_step:
-            yield from islice(order, end + self._rank, None, self._num_ranks_in_last_step)
+            return list(self._single_rank_sampler)
 
     def __len__(self) -> int:
         """Returns the number of remaining samples of the epoch for this rank."""
@@ -140,6 +144,9 @@ class ElasticBatchSampler(BatchSampler):
         self.original = original
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self._num_remaining:
+            yield self.sampler.shadow_batch()
+            return
         previous: list[int] = []
         for batch in super().__iter__():
             if previous and len(batch) == 1 < self.batch_size:
@@ -152,9 +159,12 @@ class ElasticBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         """Returns the number of batches of the epoch for this rank, including those before this world."""
+        return self.sampler.num_batches_before + self._num_remaining
+
+    @property
+    def _num_remaining(self) -> int:
         num_samples = len(self.sampler)
-        num_remaining = num_samples // self.batch_size if self.drop_last else num_batches(num_samples, self.batch_size)
-        return self.sampler.num_batches_before + num_remaining
+        return num_samples // self.batch_size if self.drop_last else num_batches(num_samples, self.batch_size)
 
 
 def num_batches(num_samples: int, batch_size: int) -> int:

@@ -139,6 +139,15 @@ def test_a_rank_without_remaining_samples_has_a_batch_for_shadowing():
     assert len(next(iter(loader))[0]) == 4
 
 
+def test_a_rank_that_drops_all_its_remaining_samples_has_a_batch_for_shadowing():
+    loaders = [make_loader(27, 4, drop_last=True) for _ in range(2)]
+    for rank, loader in enumerate(loaders):
+        sampler = shard_loader(loader, rank, 2, lambda given: given, lambda: 0)
+        sampler.load_state_dict({"epoch": 0, "samples": 20, "batches": 2})
+    assert [len(loader) for loader in loaders] == [3, 2]
+    assert [len(next(iter(loader))[0]) for loader in loaders] == [4, 4]
+
+
 @pytest.mark.parametrize("is_again", [False, True])
 def test_a_loader_object_can_be_sharded_again(is_again):
     loader = make_loader(20, 4)
