@@ -11,6 +11,8 @@ a GPU go to pinned memory if enough is free, and are synchronized together.
 """
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -178,6 +180,8 @@ class Commit:
                 reusable[index] = old
         self._tensors = []  # frees tensors of other shapes before new ones are allocated
         self._tensors = copy_to_host(tensors, reusable, may_pin=self._may_pin)
+        if self.shared is None:
+            pickle_state(shared)  # an error now, not when a rank is lost
         self.shared = shared
 
     def _check_fits(self, placeholders: list[TensorPlaceholder]) -> None:
@@ -286,6 +290,32 @@ class Commit:
         """Restores the random states. Called again before the first step, because DataLoaders draw random numbers."""
         if self._random is not None:
             user_modules.set_random_states(self._random)
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickler that stores all tensors as tensors of the CPU: a process that loads them may have other devices."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.device.type != "cpu":
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def pickle_state(state: Any) -> bytes:
+    """Returns the pickle of state of a commit, with all tensors on the CPU.
+
+    Raises:
+        RuntimeError: If the state cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(state)
+    except Exception as error:
+        raise RuntimeError(
+            f"The state of this run cannot be passed to new or restarted ranks: {error}. Make sure that the state that callbacks and"
+            " modules put into checkpoints can be pickled."
+        ) from error
+    return buffer.getvalue()
 
 
 def snapshot_model(trainer: "pl.Trainer") -> Callable[[], None]:

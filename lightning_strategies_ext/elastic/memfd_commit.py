@@ -23,7 +23,13 @@ from lightning_strategies_ext._lightning import logging_state
 from lightning_strategies_ext._system.gpu_sync import copy_to_host
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, SharedState, TensorPlaceholder
+from lightning_strategies_ext.elastic.commit import (
+    Commit,
+    CommitTooLargeError,
+    SharedState,
+    TensorPlaceholder,
+    pickle_state,
+)
 from lightning_strategies_ext.elastic.fd_store import FdStoreClient
 
 _MAGIC = b"lse-0001"
@@ -219,7 +225,9 @@ class MemfdCommit(Commit):
         metrics, sums = local_state
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
-                setattr(module, state, list(value) if isinstance(value, list) else value.clone())
+                # From the CPU, where `pickle_state` has stored them.
+                is_list, device = isinstance(value, list), module.device
+                setattr(module, state, [each.to(device) for each in value] if is_list else value.to(device, copy=True))
         logging_state.set_logged_sums(trainer, sums)
 
     def record_step(self, step: int) -> None:
@@ -232,15 +240,7 @@ class MemfdCommit(Commit):
         self.capture(trainer, first_world_size, collectives)
 
     def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
-        try:
-            metadata = pickle.dumps(
-                (shared, self._rank, self._random, self._local_state), protocol=pickle.HIGHEST_PROTOCOL
-            )
-        except Exception as error:
-            raise RuntimeError(
-                f"The state of this run cannot be stored for restarted ranks: {error}. Make sure that the state that"
-                " callbacks and modules put into checkpoints can be pickled."
-            ) from error
+        metadata = pickle_state((shared, self._rank, self._random, self._local_state))
         memory, end = self._memory, tensor_offsets(shared.placeholders)[1]
         is_new = memory is None or self._placeholders != shared.placeholders
         if memory is None or is_new:
