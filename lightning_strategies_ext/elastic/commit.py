@@ -13,10 +13,10 @@ a GPU go to pinned memory if enough is free, and are synchronized together.
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +31,8 @@ from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuild
 from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -193,16 +195,39 @@ class Commit:
         Raises:
             CommitTooLargeError: If there is too little memory.
         """
-        num_bytes = sum(each.shape.numel() * each.dtype.itemsize for each in placeholders)
+        self._check_bytes_fit(_bytes_of(placeholders))
+        pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
+        is_useful = self._can_be_pinned and torch.cuda.is_initialized()
+        self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
+
+    def check_later_size(self, trainer: "pl.Trainer") -> int:
+        """Checks that later commits fit, which contain the state that optimizers create in their first step.
+
+        Args:
+            trainer: The Trainer, after the first optimizer step that follows the first commit.
+
+        Returns:
+            Size of such a commit, in bytes.
+
+        Raises:
+            CommitTooLargeError: If this host has too little memory.
+        """
+        assert self.shared is not None
+        committed = _bytes_of(_items_in(self.shared.checkpoint["optimizer_states"], TensorPlaceholder))
+        current = _bytes_of(
+            tensor for optimizer in trainer.optimizers for tensor in _items_in(optimizer.state_dict(), Tensor)
+        )
+        num_bytes = _bytes_of(self.shared.placeholders) + max(0, current - committed)
+        self._check_bytes_fit(num_bytes)
+        return num_bytes
+
+    def _check_bytes_fit(self, num_bytes: int) -> None:
         if num_bytes * self._num_allocating_ranks > self._free:
             raise CommitTooLargeError(
                 f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_allocating_ranks} ranks of this"
                 f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.remedy},"
                 " or use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
-        pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
-        is_useful = self._can_be_pinned and torch.cuda.is_initialized()
-        self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
 
     def receive(self, collectives: Collectives, src: int, shared: SharedState | None, is_behind: bool) -> None:
         """Receives the commit of another rank. Collective: all ranks call it, also those that have the commit.
@@ -312,8 +337,8 @@ def pickle_state(state: Any) -> bytes:
         _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(state)
     except Exception as error:
         raise RuntimeError(
-            f"The state of this run cannot be passed to new or restarted ranks: {error}. Make sure that the state that callbacks and"
-            " modules put into checkpoints can be pickled."
+            f"The state of this run cannot be passed to new or restarted ranks: {error}. Make sure that the state that"
+            " callbacks and modules put into checkpoints can be pickled."
         ) from error
     return buffer.getvalue()
 
@@ -378,6 +403,19 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
 
 def _groups_text(sizes: list[int] | None) -> str:
     return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
+
+
+def _bytes_of(tensors: Iterable[Tensor | TensorPlaceholder]) -> int:
+    return sum(each.shape.numel() * each.dtype.itemsize for each in tensors)
+
+
+def _items_in(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yields the items of a type in a nested structure."""
+    if isinstance(value, kind):
+        yield value
+    elif is_collection(value):
+        for part in parts_of(value):
+            yield from _items_in(part, kind)
 
 
 def _extract_tensors(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:

@@ -143,6 +143,7 @@ class ElasticFit:
         self._has_begun = has_begun  # on any rank, or in an earlier process
         self._may_differ = has_begun  # whether the module may differ from the commit, which this rank has not restored
         self._is_first_step_after_restore = False
+        self._must_check_size = False  # from the first commit, which may lack states of optimizers, to the next step
         self._is_in_trial = False
         self._has_entered_for_trial = False
         self._settings_before_training: dict[str, Any] | None = None
@@ -347,11 +348,15 @@ class ElasticFit:
         self._commit.record_step(trainer.global_step)
         if trainer_signals.is_accumulating(trainer):
             return  # commits contain no partly accumulated gradients
+        if self._must_check_size and trainer.global_step > self._commit.step:
+            self._must_check_size = False
+            self._commit.check_later_size(trainer)
         if self._leave_request.is_set or self._listener.has_changed:
             context.coordinated_stop.request()
         stop = context.coordinated_stop
         must_leave = stop.has_decision_before_train_step() and stop.must_end(any_rank)
         if must_leave or self._is_commit_due():
+            self._must_check_size |= self._commit.shared is None
             self._commit.capture(trainer, self._first_world_size, self._strategy.collectives)
         if must_leave:
             raise _WorldChange

@@ -239,6 +239,12 @@ class MemfdCommit(Commit):
         """Commits at the end of ``fit``, so that no step is repeated if a later stage fails."""
         self.capture(trainer, first_world_size, collectives)
 
+    def check_later_size(self, trainer: "pl.Trainer") -> int:
+        """Extends :meth:`.Commit.check_later_size`: logs the size."""
+        num_bytes = super().check_later_size(trainer)
+        rank_zero_info(f"Each commit has {num_bytes / 2**20:.1f} MiB; each rank stores one on its host.")
+        return num_bytes
+
     def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
         metadata = pickle_state((shared, self._rank, self._random, self._local_state))
         memory, end = self._memory, tensor_offsets(shared.placeholders)[1]
@@ -255,6 +261,4 @@ class MemfdCommit(Commit):
             self._fd_store.put(self._prefix + self._name, memory.fd)
             if self._memory is not None:
                 self._memory.close()
-            else:
-                rank_zero_info(f"Each commit has {end / 2**20:.0f} MiB; each rank stores one on its host.")
             self._memory, self._placeholders = memory, shared.placeholders

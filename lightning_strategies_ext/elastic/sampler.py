@@ -120,7 +120,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def _num_ranks_in_last_step(self) -> int:
-        """Number of ranks that get samples in an incomplete last step; with batches of several samples, at least two."""
+        """Number of ranks that get samples in an incomplete last step: at least two each, unless batches have one."""
         num_in_last_step = self._num_samples - self._num_samples_before - self._num_in_full_steps
         if self._batch_size == 1:
             return num_in_last_step

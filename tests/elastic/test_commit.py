@@ -1,4 +1,4 @@
-"""Commits, without processes: what is checked before training relies on them."""
+"""Commits: what is checked before training relies on them."""
 
 import pickle
 from types import SimpleNamespace
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_strategies_ext.elastic import commit as commit_module
 from lightning_strategies_ext.elastic.commit import Commit, SharedState, pickle_state
+from tests.support.elastic_runs import run_workers
+from tests.support.elastic_script import Net
 
 
 def shared_state(**values: Any) -> SharedState:
@@ -52,3 +55,17 @@ def test_state_that_cannot_be_pickled_is_an_error_at_the_first_commit():
     shared = shared_state(checkpoint={"callbacks": {"Own": {"function": lambda: None}}})
     with pytest.raises(RuntimeError, match="cannot be passed to new or restarted ranks"):
         Commit(1)._write(shared, [])
+
+
+def leave_memory_for_weights_only(net: Net, at: str) -> None:
+    """Lets the first commit fit into memory, but not one with the state of Adam."""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in net.state_dict().values())
+    commit_module.free_memory = lambda: 2 * 2 * num_bytes  # for two ranks
+
+
+@pytest.mark.processes
+def test_too_little_memory_for_the_state_of_optimizers_is_an_error_at_the_first_step():
+    run = run_workers(2, leave_memory_for_weights_only, strategy={"commit_every_n_steps": 50})
+    assert run.code != 0
+    assert "CommitTooLargeError: A commit has 0.0 GiB" in run.output
+    assert len(run.having("samples")) == 2  # one batch of each rank
