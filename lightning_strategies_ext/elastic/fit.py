@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_strategies_ext._lightning import trainer_signals, trainer_stages
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.arguments import check_callbacks
-from lightning_strategies_ext.elastic.commit import Commit, snapshot_model
+from lightning_strategies_ext.elastic.commit import Commit, SharedState, snapshot_model
 from lightning_strategies_ext.elastic.membership import Member, Membership
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
 from lightning_strategies_ext.elastic.sampler import ShardedLoaders
@@ -147,6 +147,7 @@ class ElasticFit:
         self._is_in_trial = False
         self._has_entered_for_trial = False
         self._settings_before_training: dict[str, Any] | None = None
+        self._settings_after_restore: dict[str, Any] = {}  # those of the commit, with the changes of the policy
         self._schedulers_before_training: list[Any] = []
         self._revert_hooks: Callable[[], None] | None = None  # from a restore until the `on_train_start` hooks have run
         self._unwrap_fit_loop = trainer_stages.wrap_fit_loop(
@@ -249,6 +250,7 @@ class ElasticFit:
         shared = self._commit.shared
         assert shared is not None
         self._first_world_size = shared.first_world_size
+        self._settings_after_restore = shared.settings
         repeated = max(member.steps_done for member in members) - newest.committed_step
         num_new = sum(member.is_new for member in members)
         rank_zero_info(
@@ -256,8 +258,16 @@ class ElasticFit:
             f" {newest.committed_step}; {repeated} steps are repeated."
         )
         if shared.world_size != len(members):
-            module = self._trainer.lightning_module
-            self._policy.on_world_size_change(self._trainer, module, shared.world_size, len(members))
+            self._apply_policy(shared, len(members))
+
+    def _apply_policy(self, shared: SharedState, world_size: int) -> None:
+        """Calls the policy with the settings of the commit, and keeps its changes for :meth:`after_train_start`."""
+        trainer = self._trainer
+        before = trainer_stages.settings_of(trainer)
+        trainer_stages.apply_settings(trainer, shared.settings)
+        self._policy.on_world_size_change(trainer, trainer.lightning_module, shared.world_size, world_size)
+        self._settings_after_restore = trainer_stages.settings_of(trainer)
+        trainer_stages.apply_settings(trainer, before)
 
     def _share_commit(self, newest: Member) -> None:
         """Sends the newest commit to the ranks that lack it."""
@@ -314,8 +324,7 @@ class ElasticFit:
         if self._revert_hooks is not None:
             self._revert_hooks()
             self._revert_hooks = None
-            assert self._commit.shared is not None
-            trainer_stages.apply_settings(self._trainer, self._commit.shared.settings)
+            trainer_stages.apply_settings(self._trainer, self._settings_after_restore)
 
     # --- loaders ---
 

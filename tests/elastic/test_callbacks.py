@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelPruning
 
+from lightning_strategies_ext import WorldSizePolicy
 from tests.support.elastic_runs import Run, run_torchrun, run_workers
 from tests.support.elastic_script import Net, joins_later, kill, once
 from tests.support.models import MLP, loader, make_trainer
@@ -53,6 +54,26 @@ def test_a_worker_that_joins_has_the_final_state_of_the_others():
     sizes = [size for size, _ in run.worlds]
     assert sizes.count(1) == 2
     assert sizes[-1] == 2
+
+
+def double_accumulation(trainer: Any, module: Any, old: int, new: int) -> None:
+    trainer.accumulate_grad_batches *= 2
+
+
+def accumulate_more_in_each_world(net: Net, at: str) -> None:
+    if at == "setup":
+        WorldSizePolicy.on_world_size_change = lambda self, *args: double_accumulation(*args)
+    if at == "train":
+        net.write_line(accumulates=net.trainer.accumulate_grad_batches, size=net.size)
+
+
+def test_settings_that_a_policy_changes_are_kept():
+    kills = once(kill, rank=1, step=10), accumulate_more_in_each_world
+    pauses: dict[str, Any] = {"pause_s": 0.05, "pauses_in": [1]}
+    run = run_workers(2, *kills, joins_later, strategy=STRATEGY, trainer={"max_epochs": 2}, **pauses)
+    assert run.code == 0, run.output
+    found = {(line["size"], line["accumulates"]) for line in run.having("accumulates")}
+    assert found in ({(2, 1), (1, 2), (2, 4)}, {(2, 1), (1, 2)})
 
 
 def test_pruning_is_refused():
