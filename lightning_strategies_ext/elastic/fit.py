@@ -49,8 +49,8 @@ from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
-#: Time for which a rank continues a validation after a SIGTERM, in seconds: if the validation ends in time, no step is
-#: repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
+#: Time for which a rank continues a validation, or an epoch that trains nothing, after a SIGTERM, in seconds: if it ends
+#: in time, no step is repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
 VALIDATION_GRACE_S = 5.0
 _fit_numbers: Iterator[int] = count(1)
 
@@ -170,6 +170,11 @@ class ElasticFit:
         """
         self._leave_request.set(with_error)
 
+    @property
+    def has_pending_sigterm(self) -> bool:
+        """Whether this rank has received a SIGTERM too late to leave before a step of this ``fit``."""
+        return self._leave_request.is_of_sigterm
+
     # --- one world after another ---
 
     def _run(self, train: Callable[[], None]) -> None:
@@ -229,7 +234,7 @@ class ElasticFit:
 
     def _check_is_same_fit(self) -> None:
         number = max(member.fit_number for member in self._membership.members)
-        if number != self._fit_number:
+        if number not in (0, self._fit_number):  # 0 if all ranks are new, so that there is no commit
             raise RuntimeError(
                 f"This rank is in call {self._fit_number} of `fit`, the other ranks are in call {number}: a rank that"
                 " joins runs the script from its beginning. Call `fit` only once in a script whose number of ranks"
@@ -243,7 +248,8 @@ class ElasticFit:
         newest = max(members, key=lambda member: member.committed_batches)  # the lowest rank, if several ranks have it
         if newest.committed_batches < 0:
             raise RuntimeError(
-                "A rank was lost before the first training step, so there is no commit to restore. Restart the job."
+                "There is no commit to restore: a rank was lost before the first training step, or all ranks with a"
+                " commit were lost. Restart the job."
             )
         self._share_commit(newest)
         self._restore()
@@ -355,8 +361,10 @@ class ElasticFit:
             self._commit.restore_random()
             self._is_first_step_after_restore = False
         self._commit.record_step(trainer.global_step)
-        if trainer_signals.is_accumulating(trainer):
-            return  # commits contain no partly accumulated gradients
+        if trainer_signals.is_accumulating(trainer):  # commits contain no partly accumulated gradients
+            if trainer_signals.is_without_training(trainer):
+                self._leave_without_commit(context, context.coordinated_stop.has_decision_before_train_step, any_rank)
+            return
         if self._must_check_size and trainer.global_step > self._commit.step:
             self._must_check_size = False
             self._commit.check_later_size(trainer)
@@ -385,10 +393,15 @@ class ElasticFit:
             context: Stage context of the current world.
             any_rank: Collective that returns whether the argument is True on any rank.
         """
+        self._leave_without_commit(context, context.coordinated_stop.has_decision_before_evaluation_step, any_rank)
+
+    def _leave_without_commit(
+        self, context: StageContext, has_decision: Callable[[], bool], any_rank: Callable[[bool], bool]
+    ) -> None:
         must_leave, stop = self._leave_request.is_older_than(VALIDATION_GRACE_S), context.coordinated_stop
         if must_leave:
             stop.request()
-        if stop.has_decision_before_evaluation_step() and stop.must_end(any_rank) and must_leave:
+        if has_decision() and stop.must_end(any_rank) and must_leave:
             self._strategy.leave_world(is_coordinated=False)
             self._transition.leave_job()
 

@@ -68,6 +68,11 @@ class LeaveRequest:
         """Whether there is a request."""
         return self.requested_at is not None
 
+    @property
+    def is_of_sigterm(self) -> bool:
+        """Whether there is a request after a SIGTERM."""
+        return self.is_set and isinstance(self.error, SIGTERMException)
+
     def is_older_than(self, seconds: float) -> bool:
         """Whether there is a request, and more than the given time has passed since."""
         return self.requested_at is not None and time.monotonic() - self.requested_at > seconds
@@ -147,6 +152,7 @@ class WorldTransition:
     def leave_job(self) -> NoReturn:
         """Ends this rank with the exception of the leave request, while the other ranks continue."""
         self._strategy.detach()
+        self._leave_request.requested_at = None
         if isinstance(self._leave_request.error, SIGTERMException):
             log.warning("This rank leaves the world after a SIGTERM.")
         raise self._leave_request.error

@@ -160,6 +160,8 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         elastic_monitor().stop_hang_detection()
         if self._fit is not None:
+            if self._fit.has_pending_sigterm:  # it came after the last step, and applies to the next stage
+                self._stage_context.coordinated_stop.request()
             self._fit.close()
         self._fit = None
         super().teardown()

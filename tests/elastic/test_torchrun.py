@@ -127,6 +127,42 @@ def test_after_a_loss_in_a_later_stage_no_step_is_repeated():
     assert len({line["pid"] for line in run.lines}) == 4
 
 
+TERMINATED_LATE = """
+import os
+import signal
+
+from lightning_strategies_ext import DDPElasticStrategy
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Terminated(MLP):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_last_batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    strategy = DDPElasticStrategy()
+    trainer = make_trainer(strategy, max_epochs=1, devices=1)
+    trainer.fit(Terminated(), loader())
+    print("fit has ended", flush=True)
+    trainer.validate(MLP(), loader(), verbose=False)
+    print("validate has ended", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_sigterm_in_the_last_step_stops_the_next_stage(tmp_path: Path):
+    (tmp_path / "script.py").write_text(TERMINATED_LATE)
+    run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
+    options = f"--nproc-per-node=1 --max-restarts=0 --monitor-interval=0.1 {run_id} --no-python"
+    script = sys.executable, tmp_path / "script.py"
+    result = run_command(sys.executable, "-m", "torch.distributed.run", *options.split(), *script)
+    assert "fit has ended" in result.stdout, result.stdout
+    assert "validate has ended" not in result.stdout
+
+
 OMITS_WEIGHTS = """
 import os
 import signal
