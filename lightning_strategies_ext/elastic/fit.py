@@ -33,12 +33,12 @@ from itertools import count
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_strategies_ext._lightning import trainer_signals, trainer_stages
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.arguments import check_callbacks
+from lightning_strategies_ext.elastic.callback_attributes import plain_attributes_of, set_plain_attributes
 from lightning_strategies_ext.elastic.commit import Commit, SharedState, snapshot_model
 from lightning_strategies_ext.elastic.membership import Member, Membership
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
@@ -49,8 +49,8 @@ from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
-#: Time for which a rank continues a validation, or an epoch that trains nothing, after a SIGTERM, in seconds: if it ends
-#: in time, no step is repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
+#: Time for which a rank continues a validation, or an epoch that trains nothing, after a SIGTERM, in seconds: if this
+#: ends in time, no step is repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
 VALIDATION_GRACE_S = 5.0
 _fit_numbers: Iterator[int] = count(1)
 
@@ -281,10 +281,10 @@ class ElasticFit:
         if not any(are_behind):
             return
         src, collectives = self._membership.members.index(newest), self._strategy.collectives
-        shared, attributes = collectives.broadcast((self._commit.shared, _plain_attributes_of(self._callbacks)), src)
+        shared, attributes = collectives.broadcast((self._commit.shared, plain_attributes_of(self._callbacks)), src)
         rank = self._strategy.global_rank
         if self._membership.members[rank].is_new:
-            _set_plain_attributes(self._callbacks, attributes)
+            set_plain_attributes(self._callbacks, attributes)
         self._commit.receive(collectives, src, shared, are_behind[rank])
 
     def _restore(self) -> None:
@@ -404,17 +404,3 @@ class ElasticFit:
         if has_decision() and stop.must_end(any_rank) and must_leave:
             self._strategy.leave_world(is_coordinated=False)
             self._transition.leave_job()
-
-
-def _plain_attributes_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:
-    """Returns attributes that ``setup`` may have set, such as the directory of checkpoints, and that can be sent."""
-    return [
-        {name: value for name, value in vars(callback).items() if isinstance(value, (str, int, float, type(None)))}
-        for callback in callbacks
-    ]
-
-
-def _set_plain_attributes(callbacks: list[pl.Callback], attributes: list[dict[str, Any]]) -> None:
-    for callback, found in zip(callbacks, attributes, strict=True):
-        if not isinstance(callback, ProgressBar):
-            vars(callback).update(found)
