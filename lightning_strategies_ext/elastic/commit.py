@@ -10,13 +10,10 @@ Tensors are copied into the tensors of the previous commit, so that only the fir
 a GPU go to pinned memory if enough is free, and are synchronized together.
 """
 
-import copy
-import io
-import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,21 +24,17 @@ from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext._system.gpu_sync import copy_to_host, pinned_bytes, synchronize_gpu
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.elastic.commit_state import (
+    TensorPlaceholder,
+    bytes_of,
+    extract_tensors,
+    insert_tensors,
+    items_in,
+    pickle_state,
+)
 from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
-from lightning_strategies_ext.nested import is_collection, parts_of, rebuild
 from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TensorPlaceholder:
-    """Placeholder of a tensor in a nested structure; the index is that of the tensor in the commit's list."""
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass
@@ -139,8 +132,8 @@ class Commit:
         tensors: list[Tensor] = []
         placeholders: list[TensorPlaceholder] = []
         module = trainer.lightning_module
-        extracted = _extract_tensors(checkpoint, tensors, placeholders)
-        omitted = _extract_tensors(_omitted_tensors(module, checkpoint["state_dict"]), tensors, placeholders)
+        extracted = extract_tensors(checkpoint, tensors, placeholders)
+        omitted = extract_tensors(_omitted_tensors(module, checkpoint["state_dict"]), tensors, placeholders)
         if self.shared is None or self.shared.placeholders != placeholders:
             self._check_fits(placeholders)
         synchronize_gpu()
@@ -195,7 +188,7 @@ class Commit:
         Raises:
             CommitTooLargeError: If there is too little memory.
         """
-        self._check_bytes_fit(_bytes_of(placeholders))
+        self._check_bytes_fit(bytes_of(placeholders))
         pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
         is_useful = self._can_be_pinned and torch.cuda.is_initialized()
         self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
@@ -213,11 +206,11 @@ class Commit:
             CommitTooLargeError: If this host has too little memory.
         """
         assert self.shared is not None
-        committed = _bytes_of(_items_in(self.shared.checkpoint["optimizer_states"], TensorPlaceholder))
-        current = _bytes_of(
-            tensor for optimizer in trainer.optimizers for tensor in _items_in(optimizer.state_dict(), Tensor)
+        committed = bytes_of(items_in(self.shared.checkpoint["optimizer_states"], TensorPlaceholder))
+        current = bytes_of(
+            tensor for optimizer in trainer.optimizers for tensor in items_in(optimizer.state_dict(), Tensor)
         )
-        num_bytes = _bytes_of(self.shared.placeholders) + max(0, current - committed)
+        num_bytes = bytes_of(self.shared.placeholders) + max(0, current - committed)
         self._check_bytes_fit(num_bytes)
         return num_bytes
 
@@ -247,9 +240,7 @@ class Commit:
         must_replace = is_behind or self.shared is None or self.shared.placeholders != shared.placeholders
         if must_replace:
             self._check_fits(shared.placeholders)
-            tensors = [
-                torch.empty(each.shape, dtype=each.dtype, pin_memory=self._may_pin) for each in shared.placeholders
-            ]
+            tensors = [each.allocate(may_pin=self._may_pin) for each in shared.placeholders]
         collectives.broadcast_tensors(tensors, src)
         if must_replace:  # only now, because a rank may be lost during the broadcast
             self.shared, self._tensors = shared, tensors
@@ -259,7 +250,7 @@ class Commit:
     def build_checkpoint(self) -> dict[str, Any]:
         """Returns the Lightning checkpoint, with new copies of its tensors."""
         assert self.shared is not None
-        checkpoint: dict[str, Any] = _insert_tensors(self.shared.checkpoint, self._tensors)
+        checkpoint: dict[str, Any] = insert_tensors(self.shared.checkpoint, self._tensors)
         return checkpoint
 
     def restore(self, trainer: "pl.Trainer", rank: int, *, all_ranks_have_local_state: bool) -> None:
@@ -284,7 +275,7 @@ class Commit:
         for name, value in self.shared.tuned.items():
             lightning_setattr(module, name, value)
         trainer_stages.restore_checkpoint(trainer, self.build_checkpoint())
-        omitted, tensors = _insert_tensors(self.shared.omitted, self._tensors), tensors_of(module)
+        omitted, tensors = insert_tensors(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
             _overwrite(tensors[name], omitted[name])
         if self._local_state is not None:
@@ -315,32 +306,6 @@ class Commit:
         """Restores the random states. Called again before the first step, because DataLoaders draw random numbers."""
         if self._random is not None:
             user_modules.set_random_states(self._random)
-
-
-class _HostPickler(pickle.Pickler):
-    """Pickler that stores all tensors as tensors of the CPU: a process that loads them may have other devices."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def pickle_state(state: Any) -> bytes:
-    """Returns the pickle of state of a commit, with all tensors on the CPU.
-
-    Raises:
-        RuntimeError: If the state cannot be pickled.
-    """
-    buffer = io.BytesIO()
-    try:
-        _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(state)
-    except Exception as error:
-        raise RuntimeError(
-            f"The state of this run cannot be passed to new or restarted ranks: {error}. Make sure that the state that"
-            " callbacks and modules put into checkpoints can be pickled."
-        ) from error
-    return buffer.getvalue()
 
 
 def snapshot_model(trainer: "pl.Trainer") -> Callable[[], None]:
@@ -403,36 +368,3 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
 
 def _groups_text(sizes: list[int] | None) -> str:
     return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
-
-
-def _bytes_of(tensors: Iterable[Tensor | TensorPlaceholder]) -> int:
-    return sum(each.shape.numel() * each.dtype.itemsize for each in tensors)
-
-
-def _items_in(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yields the items of a type in a nested structure."""
-    if isinstance(value, kind):
-        yield value
-    elif is_collection(value):
-        for part in parts_of(value):
-            yield from _items_in(part, kind)
-
-
-def _extract_tensors(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:
-    """Returns a copy of a nested structure with placeholders for its tensors, and appends both to the lists."""
-    if isinstance(value, Tensor):
-        placeholders.append(TensorPlaceholder(len(tensors), value.shape, value.dtype))
-        tensors.append(value)
-        return placeholders[-1]
-    if is_collection(value):
-        return rebuild(value, [_extract_tensors(part, tensors, placeholders) for part in parts_of(value)])
-    return copy.deepcopy(value)
-
-
-def _insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns a copy of a nested structure with copies of the tensors in place of their placeholders."""
-    if isinstance(value, TensorPlaceholder):
-        return tensors[value.index].clone()
-    if is_collection(value):
-        return rebuild(value, [_insert_tensors(part, tensors) for part in parts_of(value)])
-    return copy.deepcopy(value)

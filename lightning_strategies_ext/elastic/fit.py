@@ -28,22 +28,21 @@ world (about 0.1 s).
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_strategies_ext._lightning import trainer_signals, trainer_stages
-from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.arguments import check_callbacks
 from lightning_strategies_ext.elastic.callback_attributes import plain_attributes_of, set_plain_attributes
 from lightning_strategies_ext.elastic.commit import Commit, SharedState, snapshot_model
 from lightning_strategies_ext.elastic.membership import Member, Membership
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
 from lightning_strategies_ext.elastic.sampler import ShardedLoaders
-from lightning_strategies_ext.elastic.world_transition import LeaveRequest, RankChangingStrategy, WorldTransition
+from lightning_strategies_ext.elastic.strategy_protocol import ElasticStrategyProtocol
+from lightning_strategies_ext.elastic.world_transition import LeaveRequest, WorldTransition
 from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.stage_context import StageContext
 
@@ -62,41 +61,6 @@ def next_fit_number() -> int:
 
 class _WorldChange(Exception):  # noqa: N818
     """All ranks have committed and leave the world."""
-
-
-class ElasticStrategyProtocol(RankChangingStrategy, Protocol):
-    """Interface of a strategy that an elastic ``fit`` uses."""
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in this world."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of this world."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """Collectives of the ranks of this world."""
-
-    def barrier(self, name: str) -> None:
-        """Returns when every rank has called it."""
-
-    def activate_collectives(self) -> None:
-        """Makes this rank take part in the collectives of its world from now on."""
-
-    def with_local_collectives(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which this rank's collectives return its own values."""
-
-    def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Starts the failure monitor, the stop agreement, and the gradient exchange of this world."""
-
-    def leave_world(self, *, is_coordinated: bool) -> None:
-        """Stops the failure monitor, the stop agreement, and the gradient exchange of this world.
-
-        Args:
-            is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
-        """
 
 
 class ElasticFit:

@@ -23,13 +23,8 @@ from lightning_strategies_ext._lightning import logging_state
 from lightning_strategies_ext._system.gpu_sync import copy_to_host
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import (
-    Commit,
-    CommitTooLargeError,
-    SharedState,
-    TensorPlaceholder,
-    pickle_state,
-)
+from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, SharedState
+from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder, pickle_state
 from lightning_strategies_ext.elastic.fd_store import FdStoreClient
 
 _MAGIC = b"lse-0001"
@@ -75,11 +70,10 @@ class CommitMemory:
         except OSError as error:
             raise CommitTooLargeError(f"No file for a commit can be created: {error}") from error
         try:
-            # Reserves the memory now: later, a write without free memory would raise SIGBUS.
-            os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)
-        except OSError as error:
+            _reserve(fd, 0, _HEADER_BYTES + num_bytes)
+        except CommitTooLargeError:
             os.close(fd)
-            raise CommitTooLargeError(f"There is no memory for a commit of {num_bytes} bytes: {error}") from error
+            raise
         return cls(fd)
 
     @property
@@ -108,8 +102,11 @@ class CommitMemory:
             batches: Number of batches done.
             offset: Offset of the pickle, after the tensors, in bytes.
             metadata: Pickle of the state.
+
+        Raises:
+            CommitTooLargeError: If there is too little memory.
         """
-        os.posix_fallocate(self.fd, offset, len(metadata))
+        _reserve(self.fd, offset, len(metadata))
         num_written = 0
         while num_written < len(metadata):
             num_written += os.pwrite(self.fd, memoryview(metadata)[num_written:], offset + num_written)
@@ -149,6 +146,14 @@ def _create_file() -> int:
                 f" system forbids `memfd_create` ({error.strerror})."
             )
             return os.dup(file.fileno())
+
+
+def _reserve(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves memory of a file: later, a write without free memory would raise SIGBUS."""
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+    except OSError as error:
+        raise CommitTooLargeError(f"There is no memory for a commit of {offset + num_bytes} bytes: {error}") from error
 
 
 def tensor_offsets(placeholders: Sequence[TensorPlaceholder]) -> tuple[list[int], int]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_strategies_ext.elastic import commit as commit_module
-from lightning_strategies_ext.elastic.commit import Commit, SharedState, pickle_state
+from lightning_strategies_ext.elastic.commit import Commit, SharedState
+from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder, pickle_state
 from tests.support.elastic_runs import run_workers
 from tests.support.elastic_script import Net
 
@@ -55,6 +56,23 @@ def test_state_that_cannot_be_pickled_is_an_error_at_the_first_commit():
     shared = shared_state(checkpoint={"callbacks": {"Own": {"function": lambda: None}}})
     with pytest.raises(RuntimeError, match="cannot be passed to new or restarted ranks"):
         Commit(1)._write(shared, [])
+
+
+def test_memory_that_cannot_be_pinned_is_replaced_by_other_memory(monkeypatch):
+    empty = torch.empty
+
+    def empty_without_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty_without_pinned)
+    commit = Commit(1)
+    commit._check_fits = lambda placeholders: setattr(commit, "_may_pin", True)  # type: ignore[method-assign]
+    placeholder = TensorPlaceholder(0, torch.Size([3]), torch.float32)
+    collectives: Any = SimpleNamespace(broadcast_tensors=lambda tensors, src: tensors[0].fill_(2.0))
+    commit.receive(collectives, 0, shared_state(placeholders=[placeholder]), True)
+    assert commit._tensors[0].tolist() == [2.0] * 3
 
 
 def leave_memory_for_weights_only(net: Net, at: str) -> None:

@@ -4,8 +4,10 @@ Each run trains on digits for the number of epochs of an uninterrupted run, coun
 and must be as accurate.
 """
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +19,9 @@ import torch
 
 from lightning_strategies_ext import DDPElasticStrategy
 from lightning_strategies_ext._system import user_cache
-from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
+from lightning_strategies_ext.elastic import fd_store
+from lightning_strategies_ext.elastic.commit import CommitTooLargeError
+from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
 from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
@@ -339,6 +343,34 @@ def test_an_incomplete_commit_is_detected():
 def test_a_commit_that_does_not_fit_is_an_error():
     with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
         CommitMemory.create(1 << 50)
+
+
+def test_a_commit_whose_other_state_does_not_fit_is_an_error(monkeypatch):
+    memory = CommitMemory.create(tensor_offsets(PLACEHOLDERS)[1])
+
+    def fail(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(CommitTooLargeError, match="There is no memory for a commit of 4099 bytes"):
+        memory.finish_write(7, 4096, b"abc")
+    memory.close()
+
+
+def test_the_descriptor_store_keeps_a_commit_if_a_new_one_does_not_arrive():
+    held = os.memfd_create("held")
+    stored = {"0/memory": held}
+    rank, store = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with rank, store:
+        rank.send(b'{"put": "0/memory"}')  # without its descriptor, as at the limit of open files
+        assert not fd_store._handle_request(store, stored)
+        assert stored == {"0/memory": held}
+        os.fstat(held)
+        socket.send_fds(rank, [b'{"put": "0/memory"}'], [held])
+        assert fd_store._handle_request(store, stored)
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(held)
+    os.close(stored["0/memory"])
 
 
 # --- arguments ---
