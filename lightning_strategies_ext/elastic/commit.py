@@ -1,13 +1,14 @@
 """Commits: copies of the training state in the memory of each rank.
 
 A commit has two parts. The *shared* state is the same on all ranks: the content of a Lightning checkpoint (weights,
-optimizers, schedulers, precision, loops with their position in the data, callbacks), and the totals of metrics and
-logged values over all ranks (:mod:`.epoch_totals`). The *local* state is specific to each rank: metrics, logged values,
-buffers, and random states. If a rank's local state is lost, the totals replace the metrics and logged values of all
-ranks.
+buffers, optimizers, schedulers, precision, loops with their position in the data, callbacks), and the totals of metrics
+and logged values over all ranks (:mod:`.epoch_totals`). The *local* state is specific to each rank: metrics, logged
+values, buffers (which replace those of the shared state), and random states. If a rank's local state is lost, the
+totals replace the metrics and logged values of all ranks.
 
-Tensors are copied into the tensors of the previous commit, so that only the first commit allocates memory. Copies from
-a GPU go to pinned memory if enough is free, and are synchronized together.
+Tensors are copied into the tensors of the previous commit, so that only the first two commits allocate memory: the
+second also contains the state that optimizers create in their first step. Copies from a GPU go to pinned memory if
+enough is free, and are synchronized together.
 """
 
 from collections.abc import Callable

@@ -4,9 +4,9 @@ After a failure, torchrun's agent terminates all ranks of its host and starts th
 memory files, which the kernel frees with their last descriptor. The store holds these descriptors: a rank sends each
 under a name, and the restarted rank requests them. Ranks write commits to the memory directly, not through the store.
 
-The first rank starts the store. The store exits when the agent exits for any reason, which frees the memory; no cleanup
-is needed. Its socket has a random address, stored in a file in the user's cache, so that other users cannot bind the
-address first. Both ends of a connection compare user ids. Linux only.
+The first rank that needs the store starts it. The store exits when the agent exits for any reason, which frees the
+memory; no cleanup is needed. Its socket has a random address, stored in a file in the user's cache, so that other users
+cannot bind the address first. Both ends of a connection compare user ids. Linux only.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _MAX_FILES = 250  # Linux sends at most 253
 
 
 class FdStoreLostError(RuntimeError):
-    """The descriptor store has exited or does not respond."""
+    """The descriptor store has exited, does not respond, or could not be started."""
 
 
 @dataclass(frozen=True)

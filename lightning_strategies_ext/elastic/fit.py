@@ -4,14 +4,18 @@ Lightning's training loop runs in one *world* after another, in the same process
 
     enter a world -> train -> a rank fails, or hosts join or leave -> leave the world -> enter the next -> ...
 
+Under torchrun there is one world per process: when a rank fails, torchrun terminates all ranks and restarts them; when
+the ranks agree to leave, ``fit`` raises on all of them, with the same effect.
+
 - **Commit**: every n optimizer steps, at the start of an accumulation window, each rank copies its state
   (:mod:`.commit`).
 - **A rank fails**: the pending collectives of the other ranks fail within milliseconds, and all ranks leave the world.
-- **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a step (:mod:`...failure.stop_agreement`; no
-  step waits for the agreement), commit before that step, and leave the world. No step is repeated.
+- **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a training step
+  (:mod:`...failure.stop_agreement`; no step waits for the agreement), commit before it, and leave the world. No
+  optimizer step is repeated.
 - **Entering a world**: each process gets its new rank, and the ranks rendezvous (:mod:`.world_transition`). All ranks
-  restore the newest commit of any rank; ranks without it, because they are new or were a step behind, receive it.
-  DataLoaders are created again, and shard the remaining samples of the epoch (:mod:`.sampler`).
+  restore the newest commit of any rank; ranks without it, because they are new or lost a peer during their last commit,
+  receive it. DataLoaders are created again, and shard the remaining samples of the epoch (:mod:`.sampler`).
 
 A rank that joins runs its script from the beginning. Up to the training loop it runs alone: its collectives return its
 own values until it has entered the world. Then it restores the commit. If this fails, because ``on_train_start`` hooks
@@ -19,11 +23,11 @@ have added modules or parameter groups on the other ranks, the rank calls its ow
 and restores the commit again. After the restore, Lightning calls these hooks on all ranks. Their changes to the module
 and its optimizers are then reverted, because the commit contains them.
 
-A *trial* is a short training by a callback that searches for a learning rate or a batch size, before the training. The
+A *trial* is a short training by Lightning's ``LearningRateFinder`` or ``BatchSizeFinder``, before the training. The
 ranks then enter their first world for the trial. A rank that joins skips trials: the commit contains their result.
 
-Limitations: the job ends if a rank fails before the first training step, or while Horovod connects the ranks of a new
-world (about 0.1 s).
+Limitations: the job ends if a rank fails before the first training step (torchrun starts it again), or while Horovod
+connects the ranks of a new world (about 0.1 s).
 """
 
 import logging
@@ -126,7 +130,7 @@ class ElasticFit:
             self._stop_skipping_trials()
         self._listener.close()
 
-    def leave(self, with_error: BaseException | None = None) -> None:
+    def request_leave(self, with_error: BaseException | None = None) -> None:
         """Requests that this rank leaves while the other ranks continue; for a signal handler.
 
         Args:

@@ -35,7 +35,7 @@ _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
-class CommitMemory:
+class CommitFile:
     """Memory file with a commit.
 
     Args:
@@ -51,7 +51,7 @@ class CommitMemory:
         self.header = mmap.mmap(fd, _HEADER_BYTES)
 
     @classmethod
-    def create(cls, num_bytes: int) -> "CommitMemory":
+    def create(cls, num_bytes: int) -> "CommitFile":
         """Allocates a memory file.
 
         Args:
@@ -95,24 +95,24 @@ class CommitMemory:
         """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.header, 0, _MAGIC, 0, -1, 0, 0)
 
-    def finish_write(self, batches: int, offset: int, metadata: bytes) -> None:
+    def finish_write(self, batches: int, offset: int, state: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
             batches: Number of batches done.
             offset: Offset of the pickle, after the tensors, in bytes.
-            metadata: Pickle of the state.
+            state: Pickle of the state without the tensors.
 
         Raises:
             CommitTooLargeError: If there is too little memory.
         """
-        _reserve(self.fd, offset, len(metadata))
+        _reserve(self.fd, offset, len(state))
         num_written = 0
-        while num_written < len(metadata):
-            num_written += os.pwrite(self.fd, memoryview(metadata)[num_written:], offset + num_written)
-        _HEADER.pack_into(self.header, 0, _MAGIC, 1, batches, offset, len(metadata))
+        while num_written < len(state):
+            num_written += os.pwrite(self.fd, memoryview(state)[num_written:], offset + num_written)
+        _HEADER.pack_into(self.header, 0, _MAGIC, 1, batches, offset, len(state))
 
-    def metadata(self) -> Any:
+    def read_state(self) -> Any:
         """Returns the pickled state. Safe to load: the store accepts descriptors from processes of this user only."""
         _, _, _, offset, size = self._unpack_header()
         return pickle.loads(os.pread(self.fd, size, offset))
@@ -198,7 +198,7 @@ class MemfdCommit(Commit):
         self._prefix = f"fit{fit_number}/"
         self._name = str(local_rank)  # name of the commit in the store, after the prefix
         self._rank, self._world_size = rank, world_size
-        self._memory: CommitMemory | None = None
+        self._memory: CommitFile | None = None
         self._placeholders: list[TensorPlaceholder] | None = None  # placeholders of the tensors in `_memory`
         self._views: list[Tensor] = []  # the tensors in `_memory`
         self.steps_done = -1
@@ -206,10 +206,10 @@ class MemfdCommit(Commit):
 
     def _load(self) -> None:
         """Loads the newest complete commit of this host; prefers this rank's own commit among equally new ones."""
-        found = {name: CommitMemory(fd) for name, fd in self._fd_store.get_all(self._prefix).items()}
+        found = {name: CommitFile(fd) for name, fd in self._fd_store.get_all(self._prefix).items()}
         newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
         if newest is not None and found[newest].batches >= 0:
-            self.shared, rank, self._random, self._local_state = found[newest].metadata()
+            self.shared, rank, self._random, self._local_state = found[newest].read_state()
             assert self.shared is not None
             self._tensors = found[newest].tensors(self.shared.placeholders)
             self.steps_done = max(memory.steps_done for memory in found.values())
@@ -251,15 +251,15 @@ class MemfdCommit(Commit):
         return num_bytes
 
     def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
-        metadata = pickle_state((shared, self._rank, self._random, self._local_state))
+        state = pickle_state((shared, self._rank, self._random, self._local_state))
         memory, end = self._memory, tensor_offsets(shared.placeholders)[1]
         is_new = memory is None or self._placeholders != shared.placeholders
         if memory is None or is_new:
-            memory = CommitMemory.create(end)
+            memory = CommitFile.create(end)
             self._views = memory.tensors(shared.placeholders)
         memory.begin_write()
         copy_to_host(tensors, self._views, may_pin=False)
-        memory.finish_write(shared.batches, end, metadata)
+        memory.finish_write(shared.batches, end, state)
         memory.steps_done = shared.step
         self.shared, self._tensors = shared, self._views
         if is_new:

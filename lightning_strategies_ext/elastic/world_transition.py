@@ -127,7 +127,8 @@ class WorldTransition:
 
         Raises:
             SystemExit: If this process is not needed any more.
-            TooFewRanksError: If the membership service does not respond.
+            TooFewRanksError: If the membership service does not respond, or this rank received a SIGTERM when the job
+                was about to end.
         """
         steps_done = self._trainer.global_step
         self._found_file = _identity_of_file(self._checkpoint_path)

@@ -172,7 +172,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     def _leave_fit(self) -> None:
         assert self._fit is not None
-        self._fit.leave()
+        self._fit.request_leave()
 
     @override
     def _before_train_step(self) -> None:

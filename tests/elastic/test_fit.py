@@ -22,10 +22,10 @@ def test_a_world_of_new_ranks_has_no_commit():
 
 
 def test_a_rank_that_joins_gets_the_attributes_of_its_callbacks():
-    found = plain_attributes_of([EarlyStopping("loss", patience=5), LearningRateMonitor()])
-    own = [EarlyStopping("loss", patience=2), LearningRateMonitor()]
+    found = plain_attributes_of([EarlyStopping("loss", min_delta=0.5), LearningRateMonitor()])
+    own = [EarlyStopping("loss", min_delta=0.2), LearningRateMonitor()]
     set_plain_attributes(own, found)
-    assert own[0].patience == 5
+    assert own[0].min_delta == found[0][1]["min_delta"] != 0.2
     message = re.escape("it has other callbacks: ['EarlyStopping'], and the other ranks have ['EarlyStopping', 'Learn")
     with pytest.raises(JoinError, match=message):
         set_plain_attributes(own[:1], found)

@@ -23,7 +23,7 @@ from lightning_strategies_ext.elastic import fd_store
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError
 from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
-from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
+from lightning_strategies_ext.elastic.memfd_commit import CommitFile, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_torchrun
 from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
@@ -325,14 +325,14 @@ PLACEHOLDERS = [
 
 def test_an_incomplete_commit_is_detected():
     end = tensor_offsets(PLACEHOLDERS)[1]
-    memory = CommitMemory.create(end)
+    memory = CommitFile.create(end)
     assert memory.batches == -1
     memory.begin_write()
     memory.tensors(PLACEHOLDERS)[0].fill_(2.0)
     memory.finish_write(7, end, b"\x80\x04K\x01.")
     memory.steps_done = 9
-    found = CommitMemory(os.dup(memory.fd))  # simulates another process
-    assert (found.batches, found.steps_done, found.metadata()) == (7, 9, 1)
+    found = CommitFile(os.dup(memory.fd))  # simulates another process
+    assert (found.batches, found.steps_done, found.read_state()) == (7, 9, 1)
     assert found.tensors(PLACEHOLDERS)[0].tolist() == [[2.0] * 5] * 3
     memory.begin_write()
     assert found.batches == -1
@@ -342,11 +342,11 @@ def test_an_incomplete_commit_is_detected():
 
 def test_a_commit_that_does_not_fit_is_an_error():
     with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
-        CommitMemory.create(1 << 50)
+        CommitFile.create(1 << 50)
 
 
 def test_a_commit_whose_other_state_does_not_fit_is_an_error(monkeypatch):
-    memory = CommitMemory.create(tensor_offsets(PLACEHOLDERS)[1])
+    memory = CommitFile.create(tensor_offsets(PLACEHOLDERS)[1])
 
     def fail(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

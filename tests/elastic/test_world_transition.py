@@ -1,4 +1,4 @@
-"""A rank that waits for its next world, without processes: who saves the commit, and when a SIGTERM ends the wait."""
+"""A rank that waits for its next world, without processes: which rank saves the commit, and the effect of a SIGTERM."""
 
 import time
 from collections.abc import Callable
