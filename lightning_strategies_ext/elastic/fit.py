@@ -100,7 +100,7 @@ class ElasticFit:
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = find_policy(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._fit_number = fit_number
-        self._first_world_size = len(membership.members)  # number of ranks when `fit` began; also in the commit
+        self._first_world_size = len(membership.members)  # when `fit` began; after a restore, that of the commit
         self._commit = commit
         self._loaders = ShardedLoaders(trainer)
         self._listener = membership.listen()
