@@ -154,7 +154,7 @@ def is_accumulating(trainer: Any) -> bool:
     In the last epoch of ``StochasticWeightAveraging``, which does not train, always True.
     ``fit_loop.epoch_loop.batch_progress`` has no public name (2.5 to 2.6).
     """
-    if is_without_training(trainer):
+    if trainer.fit_loop._skip_backward:  # `is_without_training`, without a call in each step
         return True
     num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return bool(trainer.lightning_module.automatic_optimization and num_batches % trainer.accumulate_grad_batches)

@@ -330,7 +330,8 @@ class ElasticFit:
             self._is_first_step_after_restore = False
         self._commit.record_step(trainer.global_step)
         if trainer_signals.is_accumulating(trainer):  # commits contain no partly accumulated gradients
-            if trainer_signals.is_without_training(trainer):
+            is_one_window = trainer.accumulate_grad_batches >= trainer.num_training_batches  # the whole epoch
+            if is_one_window and trainer_signals.is_without_training(trainer):
                 self._leave_without_commit(context, context.coordinated_stop.has_decision_before_train_step, any_rank)
             return
         if self._must_check_size and trainer.global_step > self._commit.step:
