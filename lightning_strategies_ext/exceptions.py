@@ -48,7 +48,10 @@ class RankFailedError(RuntimeError):
 
 
 class TooFewRanksError(RuntimeError):
-    """Fewer ranks remain than elastic training requires; the message contains the path of the saved state."""
+    """A rank cannot join the next world, because too few ranks remain or the service that assigns ranks has ended.
+
+    The message contains the path of the saved state, if there is a state.
+    """
 
 
 class JoinError(RuntimeError):

@@ -138,7 +138,7 @@ class ExchangedResults(_ResultCollection):
         metric.__class__ = LoggedMetric
         super().__setitem__(key, metric)
         for name, state in (self.found or {}).get(key, {}).items():
-            setattr(metric, name, state)
+            setattr(metric, name, state.to(metric.device))
         if self.exchange is not None and not metric.is_tensor:
             metric.location = self.exchange.find_location()
         elif self.exchange is not None and metric.is_synchronized:

@@ -151,13 +151,18 @@ def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
 def is_accumulating(trainer: Any) -> bool:
     """Whether the previous batch was not the last of its accumulation window.
 
-    In the last epoch of ``StochasticWeightAveraging``, which does not train, always True. Neither
-    ``fit_loop.epoch_loop.batch_progress`` nor ``fit_loop._skip_backward`` has a public name (2.5 to 2.6).
+    In the last epoch of ``StochasticWeightAveraging``, which does not train, always True.
+    ``fit_loop.epoch_loop.batch_progress`` has no public name (2.5 to 2.6).
     """
-    if trainer.fit_loop._skip_backward:
+    if trainer.fit_loop._skip_backward:  # `is_without_training`, without a call in each step
         return True
     num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return bool(trainer.lightning_module.automatic_optimization and num_batches % trainer.accumulate_grad_batches)
+
+
+def is_without_training(trainer: Any) -> bool:
+    """Whether this is the last epoch of ``StochasticWeightAveraging``, which sets ``_skip_backward`` (2.5 to 2.6)."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def release_sigterm(trainer: Any) -> None:

@@ -1,16 +1,16 @@
 """Commits: copies of the training state in the memory of each rank.
 
 A commit has two parts. The *shared* state is the same on all ranks: the content of a Lightning checkpoint (weights,
-optimizers, schedulers, precision, loops with their position in the data, callbacks), and the totals of metrics and
-logged values over all ranks (:mod:`.epoch_totals`). The *local* state is specific to each rank: metrics, logged values,
-buffers, and random states. If a rank's local state is lost, the totals replace the metrics and logged values of all
-ranks.
+buffers, optimizers, schedulers, precision, loops with their position in the data, callbacks), and the totals of metrics
+and logged values over all ranks (:mod:`.epoch_totals`). The *local* state is specific to each rank: metrics, logged
+values, buffers (which replace those of the shared state), and random states. If a rank's local state is lost, the
+totals replace the metrics and logged values of all ranks.
 
-Tensors are copied into the tensors of the previous commit, so that only the first commit allocates memory. Copies from
-a GPU go to pinned memory if enough is free, and are synchronized together.
+Tensors are copied into the tensors of the previous commit, so that only the first two commits allocate memory: the
+second also contains the state that optimizers create in their first step. Copies from a GPU go to pinned memory if
+enough is free, and are synchronized together.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,19 +25,17 @@ from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext._system.gpu_sync import copy_to_host, pinned_bytes, synchronize_gpu
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.elastic.commit_state import (
+    TensorPlaceholder,
+    bytes_of,
+    extract_tensors,
+    insert_tensors,
+    items_in,
+    pickle_state,
+)
 from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
-from lightning_strategies_ext.nested import is_collection, parts_of, rebuild
 from lightning_strategies_ext.uneven.step_state import StepStateSnapshot
-
-
-@dataclass(frozen=True)
-class TensorPlaceholder:
-    """Placeholder of a tensor in a nested structure; the index is that of the tensor in the commit's list."""
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 @dataclass
@@ -135,8 +133,8 @@ class Commit:
         tensors: list[Tensor] = []
         placeholders: list[TensorPlaceholder] = []
         module = trainer.lightning_module
-        extracted = _extract_tensors(checkpoint, tensors, placeholders)
-        omitted = _extract_tensors(_omitted_tensors(module, checkpoint["state_dict"]), tensors, placeholders)
+        extracted = extract_tensors(checkpoint, tensors, placeholders)
+        omitted = extract_tensors(_omitted_tensors(module, checkpoint["state_dict"]), tensors, placeholders)
         if self.shared is None or self.shared.placeholders != placeholders:
             self._check_fits(placeholders)
         synchronize_gpu()
@@ -178,6 +176,8 @@ class Commit:
                 reusable[index] = old
         self._tensors = []  # frees tensors of other shapes before new ones are allocated
         self._tensors = copy_to_host(tensors, reusable, may_pin=self._may_pin)
+        if self.shared is None:
+            pickle_state(shared)  # an error now, not when a rank is lost
         self.shared = shared
 
     def _check_fits(self, placeholders: list[TensorPlaceholder]) -> None:
@@ -189,16 +189,39 @@ class Commit:
         Raises:
             CommitTooLargeError: If there is too little memory.
         """
-        num_bytes = sum(each.shape.numel() * each.dtype.itemsize for each in placeholders)
+        self._check_bytes_fit(bytes_of(placeholders))
+        pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
+        is_useful = self._can_be_pinned and torch.cuda.is_initialized()
+        self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
+
+    def check_later_size(self, trainer: "pl.Trainer") -> int:
+        """Checks that later commits fit, which contain the state that optimizers create in their first step.
+
+        Args:
+            trainer: The Trainer, after the first optimizer step that follows the first commit.
+
+        Returns:
+            Size of such a commit, in bytes.
+
+        Raises:
+            CommitTooLargeError: If this host has too little memory.
+        """
+        assert self.shared is not None
+        committed = bytes_of(items_in(self.shared.checkpoint["optimizer_states"], TensorPlaceholder))
+        current = bytes_of(
+            tensor for optimizer in trainer.optimizers for tensor in items_in(optimizer.state_dict(), Tensor)
+        )
+        num_bytes = bytes_of(self.shared.placeholders) + max(0, current - committed)
+        self._check_bytes_fit(num_bytes)
+        return num_bytes
+
+    def _check_bytes_fit(self, num_bytes: int) -> None:
         if num_bytes * self._num_allocating_ranks > self._free:
             raise CommitTooLargeError(
                 f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_allocating_ranks} ranks of this"
                 f" host stores one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.remedy},"
                 " or use `strategy='ddp_ext'` with a ModelCheckpoint."
             )
-        pinned = sum(pinned_bytes(each.shape.numel() * each.dtype.itemsize) for each in placeholders)
-        is_useful = self._can_be_pinned and torch.cuda.is_initialized()
-        self._may_pin = is_useful and pinned * self._num_allocating_ranks <= self._free
 
     def receive(self, collectives: Collectives, src: int, shared: SharedState | None, is_behind: bool) -> None:
         """Receives the commit of another rank. Collective: all ranks call it, also those that have the commit.
@@ -218,9 +241,7 @@ class Commit:
         must_replace = is_behind or self.shared is None or self.shared.placeholders != shared.placeholders
         if must_replace:
             self._check_fits(shared.placeholders)
-            tensors = [
-                torch.empty(each.shape, dtype=each.dtype, pin_memory=self._may_pin) for each in shared.placeholders
-            ]
+            tensors = [each.allocate(may_pin=self._may_pin) for each in shared.placeholders]
         collectives.broadcast_tensors(tensors, src)
         if must_replace:  # only now, because a rank may be lost during the broadcast
             self.shared, self._tensors = shared, tensors
@@ -230,7 +251,7 @@ class Commit:
     def build_checkpoint(self) -> dict[str, Any]:
         """Returns the Lightning checkpoint, with new copies of its tensors."""
         assert self.shared is not None
-        checkpoint: dict[str, Any] = _insert_tensors(self.shared.checkpoint, self._tensors)
+        checkpoint: dict[str, Any] = insert_tensors(self.shared.checkpoint, self._tensors)
         return checkpoint
 
     def restore(self, trainer: "pl.Trainer", rank: int, *, all_ranks_have_local_state: bool) -> None:
@@ -255,7 +276,7 @@ class Commit:
         for name, value in self.shared.tuned.items():
             lightning_setattr(module, name, value)
         trainer_stages.restore_checkpoint(trainer, self.build_checkpoint())
-        omitted, tensors = _insert_tensors(self.shared.omitted, self._tensors), tensors_of(module)
+        omitted, tensors = insert_tensors(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
             _overwrite(tensors[name], omitted[name])
         if self._local_state is not None:
@@ -348,23 +369,3 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
 
 def _groups_text(sizes: list[int] | None) -> str:
     return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
-
-
-def _extract_tensors(value: Any, tensors: list[Tensor], placeholders: list[TensorPlaceholder]) -> Any:
-    """Returns a copy of a nested structure with placeholders for its tensors, and appends both to the lists."""
-    if isinstance(value, Tensor):
-        placeholders.append(TensorPlaceholder(len(tensors), value.shape, value.dtype))
-        tensors.append(value)
-        return placeholders[-1]
-    if is_collection(value):
-        return rebuild(value, [_extract_tensors(part, tensors, placeholders) for part in parts_of(value)])
-    return copy.deepcopy(value)
-
-
-def _insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns a copy of a nested structure with copies of the tensors in place of their placeholders."""
-    if isinstance(value, TensorPlaceholder):
-        return tensors[value.index].clone()
-    if is_collection(value):
-        return rebuild(value, [_insert_tensors(part, tensors) for part in parts_of(value)])
-    return copy.deepcopy(value)

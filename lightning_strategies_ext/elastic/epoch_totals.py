@@ -19,7 +19,8 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_strategies_ext._lightning import logging_state, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
-#: Operation for each of torchmetrics' reductions. Totals omit states with other reductions: lists, means, functions.
+#: Operation for each of torchmetrics' reductions. Totals omit metrics with a state with another reduction (a list, a
+#: mean, a function): totals of its other states would not match this state.
 _OPERATIONS: dict[Callable[..., Any], str] = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
 
 
@@ -89,10 +90,15 @@ def _parts_of(trainer: "pl.Trainer") -> Iterator[MetricPart]:
             yield MetricPart(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, Metric):
-            for state, reduction in user_modules.metric_reductions(module).items():
-                value = getattr(module, state)
-                if reduction in _OPERATIONS and isinstance(value, Tensor) and not value.is_complex():
-                    yield MetricPart(name, (state,), _OPERATIONS[reduction], value)
+            reductions = user_modules.metric_reductions(module)
+            values = {state: getattr(module, state) for state in reductions}
+            if all(_has_total(value, reductions[state]) for state, value in values.items()):
+                for state, value in values.items():
+                    yield MetricPart(name, (state,), _OPERATIONS[reductions[state]], value)
+
+
+def _has_total(value: Any, reduction: Any) -> bool:
+    return reduction in _OPERATIONS and isinstance(value, Tensor) and not value.is_complex()
 
 
 def _are_same_states(parts: list[MetricPart], device: torch.device, collectives: Collectives) -> bool:

@@ -4,9 +4,9 @@ After a failure, torchrun's agent terminates all ranks of its host and starts th
 memory files, which the kernel frees with their last descriptor. The store holds these descriptors: a rank sends each
 under a name, and the restarted rank requests them. Ranks write commits to the memory directly, not through the store.
 
-The first rank starts the store. The store exits when the agent exits for any reason, which frees the memory; no cleanup
-is needed. Its socket has a random address, stored in a file in the user's cache, so that other users cannot bind the
-address first. Both ends of a connection compare user ids. Linux only.
+The first rank that needs the store starts it. The store exits when the agent exits for any reason, which frees the
+memory; no cleanup is needed. Its socket has a random address, stored in a file in the user's cache, so that other users
+cannot bind the address first. Both ends of a connection compare user ids. Linux only.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _MAX_FILES = 250  # Linux sends at most 253
 
 
 class FdStoreLostError(RuntimeError):
-    """The descriptor store has exited or does not respond."""
+    """The descriptor store has exited, does not respond, or could not be started."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ class FdStoreClient:
         except OSError as error:
             raise FdStoreLostError(f"The process that stores commits does not respond: {error}") from error
         if not reply:
-            raise FdStoreLostError("The process that stores commits has exited.")
+            raise FdStoreLostError(
+                "The process that stores commits has exited, or has reached its limit of open files (`ulimit -n`)."
+            )
         return json.loads(reply), list(found)
 
     @staticmethod
@@ -232,7 +234,11 @@ def _serve_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_r
         return False
 
     def on_connection() -> bool:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the peer has closed the connection, or this process has reached its limit of open files
+            time.sleep(_POLL_S)
+            return False
         if is_of_this_user(connection):
             loop.add(connection, partial(on_request, connection))
         else:
@@ -247,17 +253,19 @@ def _serve_requests(listener: socket.socket, agent_pidfd: int | None, is_agent_r
 
 
 def _handle_request(connection: socket.socket, stored: dict[str, int]) -> bool:
-    """Processes a request of a rank; returns False if the rank has closed its connection."""
-    with suppress(OSError):
+    """Processes a request of a rank; returns False if its connection is to be closed."""
+    with suppress(OSError, ValueError):
         received, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         if not received:
             return False
         request = json.loads(received)
         if "put" in request:
-            old = stored.pop(request["put"], None)
+            if not fds:  # this process has reached its limit of open files
+                return False
+            old = stored.get(request["put"])
+            (stored[request["put"]],) = fds
             if old is not None:
                 os.close(old)
-            (stored[request["put"]],) = fds
             connection.send(b"[]")
         else:
             prefix = request["get_all"]

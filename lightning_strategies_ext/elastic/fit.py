@@ -4,14 +4,18 @@ Lightning's training loop runs in one *world* after another, in the same process
 
     enter a world -> train -> a rank fails, or hosts join or leave -> leave the world -> enter the next -> ...
 
+Under torchrun there is one world per process: when a rank fails, torchrun terminates all ranks and restarts them; when
+the ranks agree to leave, ``fit`` raises on all of them, with the same effect.
+
 - **Commit**: every n optimizer steps, at the start of an accumulation window, each rank copies its state
   (:mod:`.commit`).
 - **A rank fails**: the pending collectives of the other ranks fail within milliseconds, and all ranks leave the world.
-- **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a step (:mod:`...failure.stop_agreement`; no
-  step waits for the agreement), commit before that step, and leave the world. No step is repeated.
+- **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a training step
+  (:mod:`...failure.stop_agreement`; no step waits for the agreement), commit before it, and leave the world. No
+  optimizer step is repeated.
 - **Entering a world**: each process gets its new rank, and the ranks rendezvous (:mod:`.world_transition`). All ranks
-  restore the newest commit of any rank; ranks without it, because they are new or were a step behind, receive it.
-  DataLoaders are created again, and shard the remaining samples of the epoch (:mod:`.sampler`).
+  restore the newest commit of any rank; ranks without it, because they are new or lost a peer during their last commit,
+  receive it. DataLoaders are created again, and shard the remaining samples of the epoch (:mod:`.sampler`).
 
 A rank that joins runs its script from the beginning. Up to the training loop it runs alone: its collectives return its
 own values until it has entered the world. Then it restores the commit. If this fails, because ``on_train_start`` hooks
@@ -19,38 +23,37 @@ have added modules or parameter groups on the other ranks, the rank calls its ow
 and restores the commit again. After the restore, Lightning calls these hooks on all ranks. Their changes to the module
 and its optimizers are then reverted, because the commit contains them.
 
-A *trial* is a short training by a callback that searches for a learning rate or a batch size, before the training. The
+A *trial* is a short training by Lightning's ``LearningRateFinder`` or ``BatchSizeFinder``, before the training. The
 ranks then enter their first world for the trial. A rank that joins skips trials: the commit contains their result.
 
-Limitations: the job ends if a rank fails before the first training step, or while Horovod connects the ranks of a new
-world (about 0.1 s).
+Limitations: the job ends if a rank fails before the first training step (torchrun starts it again), or while Horovod
+connects the ranks of a new world (about 0.1 s).
 """
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_strategies_ext._lightning import trainer_signals, trainer_stages
-from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.arguments import check_callbacks
-from lightning_strategies_ext.elastic.commit import Commit, snapshot_model
+from lightning_strategies_ext.elastic.callback_attributes import plain_attributes_of, set_plain_attributes
+from lightning_strategies_ext.elastic.commit import Commit, SharedState, snapshot_model
 from lightning_strategies_ext.elastic.membership import Member, Membership
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, find_policy
 from lightning_strategies_ext.elastic.sampler import ShardedLoaders
-from lightning_strategies_ext.elastic.world_transition import LeaveRequest, RankChangingStrategy, WorldTransition
+from lightning_strategies_ext.elastic.strategy_protocol import ElasticStrategyProtocol
+from lightning_strategies_ext.elastic.world_transition import LeaveRequest, WorldTransition
 from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
-#: Time for which a rank continues a validation after a SIGTERM, in seconds: if the validation ends in time, no step is
-#: repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
+#: Time for which a rank continues a validation, or an epoch that trains nothing, after a SIGTERM, in seconds: if this
+#: ends in time, no step is repeated. Senders of a SIGTERM wait longer before a SIGKILL, torchrun's agents 30 s.
 VALIDATION_GRACE_S = 5.0
 _fit_numbers: Iterator[int] = count(1)
 
@@ -62,41 +65,6 @@ def next_fit_number() -> int:
 
 class _WorldChange(Exception):  # noqa: N818
     """All ranks have committed and leave the world."""
-
-
-class ElasticStrategyProtocol(RankChangingStrategy, Protocol):
-    """Interface of a strategy that an elastic ``fit`` uses."""
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in this world."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of this world."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """Collectives of the ranks of this world."""
-
-    def barrier(self, name: str) -> None:
-        """Returns when every rank has called it."""
-
-    def activate_collectives(self) -> None:
-        """Makes this rank take part in the collectives of its world from now on."""
-
-    def with_local_collectives(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which this rank's collectives return its own values."""
-
-    def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Starts the failure monitor, the stop agreement, and the gradient exchange of this world."""
-
-    def leave_world(self, *, is_coordinated: bool) -> None:
-        """Stops the failure monitor, the stop agreement, and the gradient exchange of this world.
-
-        Args:
-            is_coordinated: Whether all ranks leave before the same step; otherwise some may have exited.
-        """
 
 
 class ElasticFit:
@@ -132,7 +100,7 @@ class ElasticFit:
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = find_policy(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._fit_number = fit_number
-        self._first_world_size = len(membership.members)  # number of ranks when `fit` began; also in the commit
+        self._first_world_size = len(membership.members)  # when `fit` began; after a restore, that of the commit
         self._commit = commit
         self._loaders = ShardedLoaders(trainer)
         self._listener = membership.listen()
@@ -143,9 +111,11 @@ class ElasticFit:
         self._has_begun = has_begun  # on any rank, or in an earlier process
         self._may_differ = has_begun  # whether the module may differ from the commit, which this rank has not restored
         self._is_first_step_after_restore = False
+        self._must_check_size = False  # from the first commit, which may lack states of optimizers, to the next step
         self._is_in_trial = False
         self._has_entered_for_trial = False
         self._settings_before_training: dict[str, Any] | None = None
+        self._settings_after_restore: dict[str, Any] = {}  # those of the commit, with the changes of the policy
         self._schedulers_before_training: list[Any] = []
         self._revert_hooks: Callable[[], None] | None = None  # from a restore until the `on_train_start` hooks have run
         self._unwrap_fit_loop = trainer_stages.wrap_fit_loop(
@@ -160,13 +130,18 @@ class ElasticFit:
             self._stop_skipping_trials()
         self._listener.close()
 
-    def leave(self, with_error: BaseException | None = None) -> None:
+    def request_leave(self, with_error: BaseException | None = None) -> None:
         """Requests that this rank leaves while the other ranks continue; for a signal handler.
 
         Args:
             with_error: Exception that ``fit`` raises when the rank leaves; by default a SIGTERMException.
         """
         self._leave_request.set(with_error)
+
+    @property
+    def has_pending_sigterm(self) -> bool:
+        """Whether this rank has received a SIGTERM too late to leave before a step of this ``fit``."""
+        return self._leave_request.is_of_sigterm
 
     # --- one world after another ---
 
@@ -227,7 +202,7 @@ class ElasticFit:
 
     def _check_is_same_fit(self) -> None:
         number = max(member.fit_number for member in self._membership.members)
-        if number != self._fit_number:
+        if number not in (0, self._fit_number):  # 0 if all ranks are new, so that there is no commit
             raise RuntimeError(
                 f"This rank is in call {self._fit_number} of `fit`, the other ranks are in call {number}: a rank that"
                 " joins runs the script from its beginning. Call `fit` only once in a script whose number of ranks"
@@ -241,13 +216,15 @@ class ElasticFit:
         newest = max(members, key=lambda member: member.committed_batches)  # the lowest rank, if several ranks have it
         if newest.committed_batches < 0:
             raise RuntimeError(
-                "A rank was lost before the first training step, so there is no commit to restore. Restart the job."
+                "There is no commit to restore: a rank was lost before the first training step, or all ranks with a"
+                " commit were lost. Restart the job."
             )
         self._share_commit(newest)
         self._restore()
         shared = self._commit.shared
         assert shared is not None
         self._first_world_size = shared.first_world_size
+        self._settings_after_restore = shared.settings
         repeated = max(member.steps_done for member in members) - newest.committed_step
         num_new = sum(member.is_new for member in members)
         rank_zero_info(
@@ -255,8 +232,16 @@ class ElasticFit:
             f" {newest.committed_step}; {repeated} steps are repeated."
         )
         if shared.world_size != len(members):
-            module = self._trainer.lightning_module
-            self._policy.on_world_size_change(self._trainer, module, shared.world_size, len(members))
+            self._apply_policy(shared, len(members))
+
+    def _apply_policy(self, shared: SharedState, world_size: int) -> None:
+        """Calls the policy with the settings of the commit, and keeps its changes for :meth:`after_train_start`."""
+        trainer = self._trainer
+        before = trainer_stages.settings_of(trainer)
+        trainer_stages.apply_settings(trainer, shared.settings)
+        self._policy.on_world_size_change(trainer, trainer.lightning_module, shared.world_size, world_size)
+        self._settings_after_restore = trainer_stages.settings_of(trainer)
+        trainer_stages.apply_settings(trainer, before)
 
     def _share_commit(self, newest: Member) -> None:
         """Sends the newest commit to the ranks that lack it."""
@@ -264,10 +249,10 @@ class ElasticFit:
         if not any(are_behind):
             return
         src, collectives = self._membership.members.index(newest), self._strategy.collectives
-        shared, attributes = collectives.broadcast((self._commit.shared, _plain_attributes_of(self._callbacks)), src)
+        shared, attributes = collectives.broadcast((self._commit.shared, plain_attributes_of(self._callbacks)), src)
         rank = self._strategy.global_rank
         if self._membership.members[rank].is_new:
-            _set_plain_attributes(self._callbacks, attributes)
+            set_plain_attributes(self._callbacks, attributes)
         self._commit.receive(collectives, src, shared, are_behind[rank])
 
     def _restore(self) -> None:
@@ -313,8 +298,7 @@ class ElasticFit:
         if self._revert_hooks is not None:
             self._revert_hooks()
             self._revert_hooks = None
-            assert self._commit.shared is not None
-            trainer_stages.apply_settings(self._trainer, self._commit.shared.settings)
+            trainer_stages.apply_settings(self._trainer, self._settings_after_restore)
 
     # --- loaders ---
 
@@ -345,13 +329,20 @@ class ElasticFit:
             self._commit.restore_random()
             self._is_first_step_after_restore = False
         self._commit.record_step(trainer.global_step)
-        if trainer_signals.is_accumulating(trainer):
-            return  # commits contain no partly accumulated gradients
+        if trainer_signals.is_accumulating(trainer):  # commits contain no partly accumulated gradients
+            is_one_window = trainer.accumulate_grad_batches >= trainer.num_training_batches  # the whole epoch
+            if is_one_window and trainer_signals.is_without_training(trainer):
+                self._leave_without_commit(context, context.coordinated_stop.has_decision_before_train_step, any_rank)
+            return
+        if self._must_check_size and trainer.global_step > self._commit.step:
+            self._must_check_size = False
+            self._commit.check_later_size(trainer)
         if self._leave_request.is_set or self._listener.has_changed:
             context.coordinated_stop.request()
         stop = context.coordinated_stop
         must_leave = stop.has_decision_before_train_step() and stop.must_end(any_rank)
         if must_leave or self._is_commit_due():
+            self._must_check_size |= self._commit.shared is None
             self._commit.capture(trainer, self._first_world_size, self._strategy.collectives)
         if must_leave:
             raise _WorldChange
@@ -371,23 +362,14 @@ class ElasticFit:
             context: Stage context of the current world.
             any_rank: Collective that returns whether the argument is True on any rank.
         """
+        self._leave_without_commit(context, context.coordinated_stop.has_decision_before_evaluation_step, any_rank)
+
+    def _leave_without_commit(
+        self, context: StageContext, has_decision: Callable[[], bool], any_rank: Callable[[bool], bool]
+    ) -> None:
         must_leave, stop = self._leave_request.is_older_than(VALIDATION_GRACE_S), context.coordinated_stop
         if must_leave:
             stop.request()
-        if stop.has_decision_before_evaluation_step() and stop.must_end(any_rank) and must_leave:
+        if has_decision() and stop.must_end(any_rank) and must_leave:
             self._strategy.leave_world(is_coordinated=False)
             self._transition.leave_job()
-
-
-def _plain_attributes_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:
-    """Returns attributes that ``setup`` may have set, such as the directory of checkpoints, and that can be sent."""
-    return [
-        {name: value for name, value in vars(callback).items() if isinstance(value, (str, int, float, type(None)))}
-        for callback in callbacks
-    ]
-
-
-def _set_plain_attributes(callbacks: list[pl.Callback], attributes: list[dict[str, Any]]) -> None:
-    for callback, found in zip(callbacks, attributes, strict=True):
-        if not isinstance(callback, ProgressBar):
-            vars(callback).update(found)

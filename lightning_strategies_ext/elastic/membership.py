@@ -26,7 +26,7 @@ class Member:
 
     Attributes:
         peer: Process of the rank.
-        fit_number: Number of its current ``fit``, counted in its process; 0 if it has not been in a world of ``fit``.
+        fit_number: Number of its current ``fit``, counted in its process from 1; 0 for a new rank, see :attr:`is_new`.
         committed_batches: Number of batches done at its last commit; -1 without a commit.
         committed_step: Number of optimizer steps done at its last commit; -1 without a commit.
         steps_done: Number of optimizer steps done at the rendezvous.
@@ -82,12 +82,12 @@ class Membership(Protocol):
 
     Attributes:
         members: Members of the current world, in the order of ranks.
-        has_joined: Whether this rank takes part in training. False for a process that was started later than the first
-            world, until it has entered a world.
-        waiting_reason: Why a process may wait for its rank in the next world; text for users.
-        no_rank_reason: Why a process may get no rank in the next world; text for users.
-        sigterm_consequence: Consequence of a SIGTERM for the job while ranks wait for the next world, text for users;
-            None if only this rank leaves, as at any other time.
+        has_joined: Whether this rank takes part in the collectives of a world. False only for a process that was
+            started later than the first world, until it enters its own first world.
+        waiting_reason: Why a process may wait for its rank in the next world: a sentence with a period, for users.
+        no_rank_reason: Why a process may get no rank in the next world: a clause for users, without a period.
+        sigterm_consequence: Consequence of a SIGTERM for the job while ranks wait for the next world, a clause for
+            users; None if only this rank leaves, as at any other time.
     """
 
     members: list[Member]

@@ -23,7 +23,8 @@ from lightning_strategies_ext._lightning import logging_state
 from lightning_strategies_ext._system.gpu_sync import copy_to_host
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, SharedState, TensorPlaceholder
+from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, SharedState
+from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder, pickle_state
 from lightning_strategies_ext.elastic.fd_store import FdStoreClient
 
 _MAGIC = b"lse-0001"
@@ -34,7 +35,7 @@ _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
-class CommitMemory:
+class CommitFile:
     """Memory file with a commit.
 
     Args:
@@ -50,7 +51,7 @@ class CommitMemory:
         self.header = mmap.mmap(fd, _HEADER_BYTES)
 
     @classmethod
-    def create(cls, num_bytes: int) -> "CommitMemory":
+    def create(cls, num_bytes: int) -> "CommitFile":
         """Allocates a memory file.
 
         Args:
@@ -69,11 +70,10 @@ class CommitMemory:
         except OSError as error:
             raise CommitTooLargeError(f"No file for a commit can be created: {error}") from error
         try:
-            # Reserves the memory now: later, a write without free memory would raise SIGBUS.
-            os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)
-        except OSError as error:
+            _reserve(fd, 0, _HEADER_BYTES + num_bytes)
+        except CommitTooLargeError:
             os.close(fd)
-            raise CommitTooLargeError(f"There is no memory for a commit of {num_bytes} bytes: {error}") from error
+            raise
         return cls(fd)
 
     @property
@@ -95,21 +95,24 @@ class CommitMemory:
         """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.header, 0, _MAGIC, 0, -1, 0, 0)
 
-    def finish_write(self, batches: int, offset: int, metadata: bytes) -> None:
+    def finish_write(self, batches: int, offset: int, state: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
             batches: Number of batches done.
             offset: Offset of the pickle, after the tensors, in bytes.
-            metadata: Pickle of the state.
-        """
-        os.posix_fallocate(self.fd, offset, len(metadata))
-        num_written = 0
-        while num_written < len(metadata):
-            num_written += os.pwrite(self.fd, memoryview(metadata)[num_written:], offset + num_written)
-        _HEADER.pack_into(self.header, 0, _MAGIC, 1, batches, offset, len(metadata))
+            state: Pickle of the state without the tensors.
 
-    def metadata(self) -> Any:
+        Raises:
+            CommitTooLargeError: If there is too little memory.
+        """
+        _reserve(self.fd, offset, len(state))
+        num_written = 0
+        while num_written < len(state):
+            num_written += os.pwrite(self.fd, memoryview(state)[num_written:], offset + num_written)
+        _HEADER.pack_into(self.header, 0, _MAGIC, 1, batches, offset, len(state))
+
+    def read_state(self) -> Any:
         """Returns the pickled state. Safe to load: the store accepts descriptors from processes of this user only."""
         _, _, _, offset, size = self._unpack_header()
         return pickle.loads(os.pread(self.fd, size, offset))
@@ -143,6 +146,14 @@ def _create_file() -> int:
                 f" system forbids `memfd_create` ({error.strerror})."
             )
             return os.dup(file.fileno())
+
+
+def _reserve(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves memory of a file: later, a write without free memory would raise SIGBUS."""
+    try:
+        os.posix_fallocate(fd, offset, num_bytes)
+    except OSError as error:
+        raise CommitTooLargeError(f"There is no memory for a commit of {offset + num_bytes} bytes: {error}") from error
 
 
 def tensor_offsets(placeholders: Sequence[TensorPlaceholder]) -> tuple[list[int], int]:
@@ -187,7 +198,7 @@ class MemfdCommit(Commit):
         self._prefix = f"fit{fit_number}/"
         self._name = str(local_rank)  # name of the commit in the store, after the prefix
         self._rank, self._world_size = rank, world_size
-        self._memory: CommitMemory | None = None
+        self._memory: CommitFile | None = None
         self._placeholders: list[TensorPlaceholder] | None = None  # placeholders of the tensors in `_memory`
         self._views: list[Tensor] = []  # the tensors in `_memory`
         self.steps_done = -1
@@ -195,10 +206,10 @@ class MemfdCommit(Commit):
 
     def _load(self) -> None:
         """Loads the newest complete commit of this host; prefers this rank's own commit among equally new ones."""
-        found = {name: CommitMemory(fd) for name, fd in self._fd_store.get_all(self._prefix).items()}
+        found = {name: CommitFile(fd) for name, fd in self._fd_store.get_all(self._prefix).items()}
         newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
         if newest is not None and found[newest].batches >= 0:
-            self.shared, rank, self._random, self._local_state = found[newest].metadata()
+            self.shared, rank, self._random, self._local_state = found[newest].read_state()
             assert self.shared is not None
             self._tensors = found[newest].tensors(self.shared.placeholders)
             self.steps_done = max(memory.steps_done for memory in found.values())
@@ -219,7 +230,9 @@ class MemfdCommit(Commit):
         metrics, sums = local_state
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
-                setattr(module, state, list(value) if isinstance(value, list) else value.clone())
+                # From the CPU, where `pickle_state` has stored them.
+                is_list, device = isinstance(value, list), module.device
+                setattr(module, state, [each.to(device) for each in value] if is_list else value.to(device, copy=True))
         logging_state.set_logged_sums(trainer, sums)
 
     def record_step(self, step: int) -> None:
@@ -231,30 +244,26 @@ class MemfdCommit(Commit):
         """Commits at the end of ``fit``, so that no step is repeated if a later stage fails."""
         self.capture(trainer, first_world_size, collectives)
 
+    def check_later_size(self, trainer: "pl.Trainer") -> int:
+        """Extends :meth:`.Commit.check_later_size`: logs the size."""
+        num_bytes = super().check_later_size(trainer)
+        rank_zero_info(f"Each commit has {num_bytes / 2**20:.1f} MiB; each rank stores one on its host.")
+        return num_bytes
+
     def _write(self, shared: SharedState, tensors: list[Tensor]) -> None:
-        try:
-            metadata = pickle.dumps(
-                (shared, self._rank, self._random, self._local_state), protocol=pickle.HIGHEST_PROTOCOL
-            )
-        except Exception as error:
-            raise RuntimeError(
-                f"The state of this run cannot be stored for restarted ranks: {error}. Make sure that the state that"
-                " callbacks and modules put into checkpoints can be pickled."
-            ) from error
+        state = pickle_state((shared, self._rank, self._random, self._local_state))
         memory, end = self._memory, tensor_offsets(shared.placeholders)[1]
         is_new = memory is None or self._placeholders != shared.placeholders
         if memory is None or is_new:
-            memory = CommitMemory.create(end)
+            memory = CommitFile.create(end)
             self._views = memory.tensors(shared.placeholders)
         memory.begin_write()
         copy_to_host(tensors, self._views, may_pin=False)
-        memory.finish_write(shared.batches, end, metadata)
+        memory.finish_write(shared.batches, end, state)
         memory.steps_done = shared.step
         self.shared, self._tensors = shared, self._views
         if is_new:
             self._fd_store.put(self._prefix + self._name, memory.fd)
             if self._memory is not None:
                 self._memory.close()
-            else:
-                rank_zero_info(f"Each commit has {end / 2**20:.0f} MiB; each rank stores one on its host.")
             self._memory, self._placeholders = memory, shared.placeholders

@@ -5,11 +5,12 @@ Krizhevsky (2014, "One weird trick") with its square root. The right choice depe
 by default.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim.lr_scheduler import OneCycleLR
 
 
 class WorldSizePolicy(pl.Callback):
@@ -96,12 +97,32 @@ def find_policy(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> W
 
 
 def scale_learning_rates(trainer: "pl.Trainer", factor: float) -> None:
-    """Multiplies the learning rates of all optimizers, and the base learning rates of schedulers."""
+    """Multiplies the learning rates of all optimizers, and the base and largest learning rates of schedulers.
+
+    Schedulers in a ``SequentialLR`` or ``ChainedScheduler`` are included. Smallest learning rates that a scheduler has
+    as an argument (``eta_min``, ``min_lr``) are unchanged.
+    """
     for optimizer in trainer.strategy.optimizers:
         for group in optimizer.param_groups:
             group["lr"] *= factor
             if "initial_lr" in group:
                 group["initial_lr"] *= factor
+    scaled: set[int] = set()  # ids of the dicts with the limits of `OneCycleLR`
     for config in trainer.lr_scheduler_configs:
-        if hasattr(config.scheduler, "base_lrs"):
-            config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
+        for scheduler in _schedulers_in(config.scheduler):
+            for name in ("base_lrs", "max_lrs"):  # `max_lrs` of `CyclicLR`
+                if hasattr(scheduler, name):
+                    setattr(scheduler, name, [lr * factor for lr in getattr(scheduler, name)])
+            if isinstance(scheduler, OneCycleLR):
+                for group in scheduler.optimizer.param_groups:
+                    if id(group) not in scaled:
+                        scaled.add(id(group))
+                        group["max_lr"] *= factor
+                        group["min_lr"] *= factor
+
+
+def _schedulers_in(scheduler: Any) -> Iterator[Any]:
+    """Yields a scheduler and those within it."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):  # of `SequentialLR` and `ChainedScheduler`
+        yield from _schedulers_in(inner)

@@ -2,8 +2,8 @@
 
 The order of an epoch is the same in every world: that of Lightning's distributed sampler for a single rank. In a world
 of ``size`` ranks that begins after ``done`` samples, rank ``r`` gets the samples ``order[done:][r::size]``, as in
-Horovod's elastic sampler. Ranks may therefore get different numbers of batches (:mod:`..uneven`). torch's
-``DistributedSampler`` repeats samples instead.
+Horovod's elastic sampler, except in an incomplete last step, in which fewer ranks may get samples. Ranks may therefore
+get different numbers of batches (:mod:`..uneven`). torch's ``DistributedSampler`` repeats samples instead.
 
 The size of the last batches of an epoch depends on the sizes of its worlds. Layers such as batch normalization raise an
 error for a batch of one sample. Therefore a single last sample is added to the previous batch, or to that of another
@@ -66,6 +66,17 @@ class ElasticSampler(Sampler[int]):
             self._epoch, self._num_samples_before, self.num_batches_before = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
+        order, end = self._order(), self._num_samples_before + self._num_samples_in_full_steps
+        yield from islice(order, self._num_samples_before + self._rank, end, self._world_size)
+        if self._rank < self._num_ranks_in_last_step:
+            yield from islice(order, end + self._rank, None, self._num_ranks_in_last_step)
+
+    def shadow_batch(self) -> list[int]:
+        """Returns a batch for a rank without remaining batches, which repeats it while the other ranks continue."""
+        return self._order()[-self._batch_size :]
+
+    def _order(self) -> list[int]:
+        """Returns the samples of the epoch in their order."""
         seed = self._single_rank_sampler.seed + self._epoch
         generator = getattr(users_sampler(self._single_rank_sampler), "generator", None)
         with isolate_rng():  # a custom sampler may draw from any generator
@@ -75,14 +86,7 @@ class ElasticSampler(Sampler[int]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             self._single_rank_sampler.set_epoch(self._epoch)
-            order = list(self._single_rank_sampler)
-        if not len(self):  # a batch with which this rank shadows the steps of the other ranks
-            yield from order[-self._batch_size :]
-            return
-        end = self._num_samples_before + self._num_in_full_steps
-        yield from islice(order, self._num_samples_before + self._rank, end, self._world_size)
-        if self._rank < self._num_ranks_in_last_step:
-            yield from islice(order, end + self._rank, None, self._num_ranks_in_last_step)
+            return list(self._single_rank_sampler)
 
     def __len__(self) -> int:
         """Returns the number of remaining samples of the epoch for this rank."""
@@ -90,11 +94,13 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position of the ranks in the epoch, for a checkpoint."""
-        num_in_world = self._batches_done() - self.num_batches_before
-        num_samples = self._num_samples_before + num_in_world * self._batch_size * self._world_size
-        if num_in_world >= num_batches(self._num_remaining_of(0), self._batch_size):  # rank 0 has the most samples
+        num_batches_in_world = self._batches_done() - self.num_batches_before
+        num_samples = self._num_samples_before + num_batches_in_world * self._batch_size * self._world_size
+        if num_batches_in_world >= num_batches(
+            self._num_remaining_of(0), self._batch_size
+        ):  # rank 0 has the most samples
             num_samples = self._num_samples
-        return {"epoch": self._epoch, "samples": num_samples, "batches": self.num_batches_before + num_in_world}
+        return {"epoch": self._epoch, "samples": num_samples, "batches": self.num_batches_before + num_batches_in_world}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues from a position, in a world of any size."""
@@ -102,23 +108,25 @@ class ElasticSampler(Sampler[int]):
         self._num_samples_before = state["samples"]
 
     def _num_remaining_of(self, rank: int) -> int:
-        num_in_full_steps, num_ranks = self._num_in_full_steps, self._num_ranks_in_last_step
+        num_in_full_steps, num_ranks = self._num_samples_in_full_steps, self._num_ranks_in_last_step
         if rank >= num_ranks:
             return num_in_full_steps // self._world_size
         last_step = range(self._num_samples_before + num_in_full_steps + rank, self._num_samples, num_ranks)
         return num_in_full_steps // self._world_size + len(last_step)
 
     @property
-    def _num_in_full_steps(self) -> int:
+    def _num_samples_in_full_steps(self) -> int:
         """Number of remaining samples of all ranks in steps in which each rank has a full batch."""
         num_remaining = self._num_samples - self._num_samples_before
         return num_remaining - num_remaining % (self._world_size * self._batch_size)
 
     @property
     def _num_ranks_in_last_step(self) -> int:
-        """Number of ranks that get samples in an incomplete last step; fewer than all if a rank would get only one."""
-        num_in_last_step = self._num_samples - self._num_samples_before - self._num_in_full_steps
-        return min(self._world_size, max(1, num_in_last_step // 2))
+        """Number of ranks that get samples in an incomplete last step: at least two each, unless batches have one."""
+        num_samples_in_last_step = self._num_samples - self._num_samples_before - self._num_samples_in_full_steps
+        if self._batch_size == 1:
+            return num_samples_in_last_step
+        return min(self._world_size, max(1, num_samples_in_last_step // 2))
 
 
 class ElasticBatchSampler(BatchSampler):
@@ -138,6 +146,9 @@ class ElasticBatchSampler(BatchSampler):
         self.original = original
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self._num_remaining:
+            yield self.sampler.shadow_batch()
+            return
         previous: list[int] = []
         for batch in super().__iter__():
             if previous and len(batch) == 1 < self.batch_size:
@@ -150,9 +161,12 @@ class ElasticBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         """Returns the number of batches of the epoch for this rank, including those before this world."""
+        return self.sampler.num_batches_before + self._num_remaining
+
+    @property
+    def _num_remaining(self) -> int:
         num_samples = len(self.sampler)
-        num_remaining = num_samples // self.batch_size if self.drop_last else num_batches(num_samples, self.batch_size)
-        return self.sampler.num_batches_before + num_remaining
+        return num_samples // self.batch_size if self.drop_last else num_batches(num_samples, self.batch_size)
 
 
 def num_batches(num_samples: int, batch_size: int) -> int:

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_strategies_ext.elastic.membership import SIGTERM_EXIT_CODE, Member
 
 
-class RestartListener:
+class NoChangeListener:
     """A listener that detects no change: torchrun restarts all ranks instead."""
 
     has_changed = False
@@ -23,7 +23,7 @@ class TorchrunMembership:
         members: All ranks, each with the newest commit of its host.
     """
 
-    waiting_reason = "torchrun restarts all ranks"
+    waiting_reason = "torchrun restarts all ranks."
     no_rank_reason = "torchrun restarts all ranks"
     sigterm_consequence = None
 
@@ -50,6 +50,6 @@ class TorchrunMembership:
         """Returns False: torchrun terminates this rank after another rank is lost."""
         return False
 
-    def listen(self) -> RestartListener:
+    def listen(self) -> NoChangeListener:
         """Returns a listener that detects nothing."""
-        return RestartListener()
+        return NoChangeListener()

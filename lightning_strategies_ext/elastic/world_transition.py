@@ -56,7 +56,7 @@ class LeaveRequest:
     """Request that this rank leaves the job while the other ranks continue.
 
     Attributes:
-        requested_at: Time of the request, on the monotonic clock; None without a request.
+        requested_at: Time of the first request, on the monotonic clock; None without a request.
         error: Exception that ``fit`` raises when the rank leaves.
     """
 
@@ -67,6 +67,11 @@ class LeaveRequest:
     def is_set(self) -> bool:
         """Whether there is a request."""
         return self.requested_at is not None
+
+    @property
+    def is_of_sigterm(self) -> bool:
+        """Whether there is a request after a SIGTERM."""
+        return self.is_set and isinstance(self.error, SIGTERMException)
 
     def is_older_than(self, seconds: float) -> bool:
         """Whether there is a request, and more than the given time has passed since."""
@@ -80,7 +85,8 @@ class LeaveRequest:
         """
         if error is not None:
             self.error = error
-        self.requested_at = time.monotonic()
+        if self.requested_at is None:
+            self.requested_at = time.monotonic()
 
 
 class WorldTransition:
@@ -113,16 +119,19 @@ class WorldTransition:
         self._commit = commit
         self._leave_request = leave_request
         self._fit_number = fit_number
-        self._checkpoint: Path | None = None  # checkpoint of the commit, if this rank has saved it
+        self._checkpoint: Path | None = None  # checkpoint of the commit, once it is saved
+        self._found_file: tuple[int, ...] | None = None  # the file in its place before this rank waited
 
     def join_next_world(self) -> None:
         """Waits until all ranks of the next world have joined it.
 
         Raises:
             SystemExit: If this process is not needed any more.
-            TooFewRanksError: If the membership service does not respond.
+            TooFewRanksError: If the membership service does not respond, or this rank received a SIGTERM when the job
+                was about to end.
         """
         steps_done = self._trainer.global_step
+        self._found_file = _identity_of_file(self._checkpoint_path)
         while True:
             # A host or worker that joins after this point may have to wait for the world after the next.
             self._listener.has_changed = False
@@ -144,6 +153,7 @@ class WorldTransition:
     def leave_job(self) -> NoReturn:
         """Ends this rank with the exception of the leave request, while the other ranks continue."""
         self._strategy.detach()
+        self._leave_request.requested_at = None
         if isinstance(self._leave_request.error, SIGTERMException):
             log.warning("This rank leaves the world after a SIGTERM.")
         raise self._leave_request.error
@@ -158,10 +168,10 @@ class WorldTransition:
         )
 
     def _on_wait_for_rank(self, waited_s: float) -> None:
-        if waited_s > SAVE_AFTER_S and self._checkpoint is None and self._commit.shared is not None:
-            self._checkpoint = self._save()
+        if self._checkpoint is None and self._commit.shared is not None and self._must_save(waited_s):
             log.warning(
-                "This rank is not part of the next world: %s %s",
+                "This rank has waited %.0f s for its rank in the next world: %s %s",
+                waited_s,
                 self._membership.waiting_reason,
                 self._checkpoint_message(),
             )
@@ -180,21 +190,48 @@ class WorldTransition:
             f" {self._checkpoint_message()}"
         )
 
+    # --- checkpoint of the commit ---
+
+    def _must_save(self, waited_s: float) -> bool:
+        """Returns whether the commit is to be saved now, or has been saved by another rank.
+
+        The lowest running rank of each host saves it. The other ranks save it only if that rank has not done so after
+        the same time again: it may be in a validation, or stopped.
+        """
+        if waited_s <= SAVE_AFTER_S:
+            return False
+        host = Peer.this_process(0).host
+        local_peers = [member.peer for member in self._membership.members if member.peer.host == host]
+        lowest = next((peer.pid for peer in local_peers if peer.is_running()), None)
+        return lowest in (None, os.getpid()) or waited_s > 2 * SAVE_AFTER_S or self._was_saved_by_peer
+
     def _checkpoint_message(self) -> str:
         """Saves the commit, unless saved already, and returns a text that explains how to continue from it."""
         if self._commit.shared is None:
             return "It had no state to save yet."
-        self._checkpoint = self._checkpoint or self._save()
+        if self._checkpoint is None:
+            if not self._was_saved_by_peer:
+                self._strategy.checkpoint_io.save_checkpoint(self._commit.build_checkpoint(), self._checkpoint_path)
+            self._checkpoint = self._checkpoint_path
         return (
             f"The state at step {self._commit.step} is saved in {self._checkpoint}. Continue with `trainer.fit(...,"
             f" ckpt_path='{self._checkpoint}')`."
         )
 
-    def _save(self) -> Path:
-        """Saves the commit as a Lightning checkpoint, which the lowest running rank of each host writes."""
-        path = Path(self._trainer.default_root_dir, f"elastic-step={self._commit.step}.ckpt").absolute()
-        host = Peer.this_process(0).host
-        local_peers = [member.peer for member in self._membership.members if member.peer.host == host]
-        if next(peer.pid for peer in local_peers if peer.is_running()) == os.getpid():
-            self._strategy.checkpoint_io.save_checkpoint(self._commit.build_checkpoint(), path)
-        return path
+    @property
+    def _was_saved_by_peer(self) -> bool:
+        """Whether another rank has written the checkpoint while this rank waited."""
+        return _identity_of_file(self._checkpoint_path) not in (None, self._found_file)
+
+    @property
+    def _checkpoint_path(self) -> Path:
+        return Path(self._trainer.default_root_dir, f"elastic-step={self._commit.step}.ckpt").absolute()
+
+
+def _identity_of_file(path: Path) -> tuple[int, ...] | None:
+    """Returns numbers that change when the file is written again; None if there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -270,12 +270,12 @@ class DDPSpawnElasticStrategy(ElasticStrategy, DDPSpawnStrategy):
         if self._fit is None:
             super().request_interrupt()
         else:
-            self._fit.leave(KeyboardInterrupt())
+            self._fit.request_leave(KeyboardInterrupt())
 
     @override
     def _leave_fit(self) -> None:
         assert self._fit is not None
-        self._fit.leave(SIGTERMException())  # the exit code of a worker is not used
+        self._fit.request_leave(SIGTERMException())  # the exit code of a worker is not used
 
     @override
     def teardown(self) -> None:

@@ -174,6 +174,8 @@ class ElasticStrategy(ParallelStrategy, ABC):
         """Moves the model to the CPU and frees the resources of the strategy. A second call is a no-op."""
         elastic_monitor().stop_hang_detection()
         if self._fit is not None:
+            if self._fit.has_pending_sigterm:  # it came after the last step, and applies to the next stage
+                self._stage_context.coordinated_stop.request()
             self._fit.close()
         self._fit = None
         super().teardown()
@@ -184,7 +186,7 @@ class ElasticStrategy(ParallelStrategy, ABC):
 
     def _leave_fit(self) -> None:
         assert self._fit is not None
-        self._fit.leave()
+        self._fit.request_leave()
 
     @override
     def _before_train_step(self) -> None:

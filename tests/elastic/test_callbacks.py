@@ -1,12 +1,15 @@
 """Lightning's callbacks in elastic training: commits include their changes of the Trainer."""
 
+import time
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelPruning
 
+from lightning_strategies_ext import WorldSizePolicy
+from lightning_strategies_ext.elastic import fit
 from tests.support.elastic_runs import Run, run_torchrun, run_workers
-from tests.support.elastic_script import Net, joins_later, kill, once
+from tests.support.elastic_script import NUM_EPOCHS, Net, joins_later, kill, once, terminate
 from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes
@@ -53,6 +56,42 @@ def test_a_worker_that_joins_has_the_final_state_of_the_others():
     sizes = [size for size, _ in run.worlds]
     assert sizes.count(1) == 2
     assert sizes[-1] == 2
+
+
+def terminate_in_last_epoch(net: Net, at: str) -> None:
+    """Sends a SIGTERM to rank 1 in the long epoch in which `StochasticWeightAveraging` trains nothing."""
+    fit.VALIDATION_GRACE_S = 0.2
+    if at == "train" and net.trainer.max_epochs > NUM_EPOCHS and net.current_epoch == NUM_EPOCHS:
+        time.sleep(0.2)
+        if net.global_rank == 1 and net.first("terminate"):
+            terminate(net)
+
+
+def test_a_rank_that_gets_a_sigterm_leaves_an_epoch_without_training():
+    run = run_workers(2, terminate_in_last_epoch, strategy=STRATEGY, callbacks=CALLBACKS)
+    ends = finals(run)
+    assert "This rank leaves the world after a SIGTERM." in run.output
+    assert all(end == ends[0] for end in ends)
+
+
+def double_accumulation(trainer: Any, module: Any, old: int, new: int) -> None:
+    trainer.accumulate_grad_batches *= 2
+
+
+def accumulate_more_in_each_world(net: Net, at: str) -> None:
+    if at == "setup":
+        WorldSizePolicy.on_world_size_change = lambda self, *args: double_accumulation(*args)
+    if at == "train":
+        net.write_line(accumulates=net.trainer.accumulate_grad_batches, size=net.size)
+
+
+def test_settings_that_a_policy_changes_are_kept():
+    kills = once(kill, rank=1, step=10), accumulate_more_in_each_world
+    pauses: dict[str, Any] = {"pause_s": 0.05, "pauses_in": [1]}
+    run = run_workers(2, *kills, joins_later, strategy=STRATEGY, trainer={"max_epochs": 2}, **pauses)
+    assert run.code == 0, run.output
+    found = {(line["size"], line["accumulates"]) for line in run.having("accumulates")}
+    assert found in ({(2, 1), (1, 2), (2, 4)}, {(2, 1), (1, 2)})
 
 
 def test_pruning_is_refused():

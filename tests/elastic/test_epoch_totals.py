@@ -1,13 +1,16 @@
 """Epoch totals: values that are gathered within an epoch and restored have the same result at its end."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from lightning_strategies_ext._lightning import logging_state
+from lightning_strategies_ext.elastic import epoch_totals
 from lightning_strategies_ext.elastic.epoch_totals import EpochTotals
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
@@ -83,3 +86,27 @@ def test_without_the_same_logged_values_on_all_ranks_there_are_no_totals(ranks):
     for (values, *_), _, (values_late, _, has_totals) in ranks:
         assert not has_totals
         assert {name: value for name, value in values_late.items() if name != "late"} == pytest.approx(values)
+
+
+class SumAndList(Metric):
+    """A metric with a summed state and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("items", [], dist_reduce_fx="cat")
+
+    def update(self, value: Any) -> None:
+        self.total += value
+        self.items.append(value)
+
+    def compute(self) -> Any:
+        return self.total
+
+
+def test_a_metric_whose_states_have_no_common_totals_is_omitted(monkeypatch):
+    monkeypatch.setattr(logging_state, "logged_sums", lambda trainer: (None, {}))
+    monkeypatch.setattr(logging_state, "logged_reductions", lambda trainer: {})
+    module = torch.nn.ModuleDict({"sum": SumMetric(), "both": SumAndList()})
+    parts = epoch_totals._parts_of(SimpleNamespace(lightning_module=module))
+    assert [part.module for part in parts] == ["sum"]

@@ -57,7 +57,7 @@ class Worlds:
 def test_each_sample_is_in_one_batch_and_no_batch_has_a_single_sample():
     chance = random.Random(3)
     for _ in range(300):
-        num_samples, batch_size = chance.randint(2, 90), chance.randint(2, 7)
+        num_samples, batch_size = chance.randint(2, 90), chance.randint(1, 7)
         worlds = Worlds(lambda n=num_samples, b=batch_size: make_loader(n, b))
         num_worlds = chance.randint(1, 4)
         for number in range(num_worlds):
@@ -66,8 +66,17 @@ def test_each_sample_is_in_one_batch_and_no_batch_has_a_single_sample():
         counts = Counter(index for batch in worlds.batches for index in batch)
         assert counts == Counter(range(num_samples))
         sizes = {len(batch) for batch in worlds.batches}
-        assert max(sizes) <= batch_size + 1
-        assert min(sizes) >= 2, worlds.batches
+        assert max(sizes) <= batch_size + (batch_size > 1)
+        assert min(sizes) >= min(2, batch_size), worlds.batches
+
+
+def test_batches_of_one_sample_are_counted_in_an_incomplete_step():
+    worlds = Worlds(lambda: make_loader(7, 1))
+    worlds.run(4, 2)
+    assert worlds.state == {"epoch": 0, "samples": 7, "batches": 2}
+    assert sorted(index for (index,) in worlds.batches) == list(range(7))
+    worlds.run(2, None)
+    assert len(worlds.batches) == 7
 
 
 def test_in_one_world_the_order_is_that_of_torchs_distributed_sampler():
@@ -128,6 +137,15 @@ def test_a_rank_without_remaining_samples_has_a_batch_for_shadowing():
     sampler.load_state_dict({"epoch": 0, "samples": 17, "batches": 2})
     assert (len(sampler), len(loader)) == (0, 2)
     assert len(next(iter(loader))[0]) == 4
+
+
+def test_a_rank_that_drops_all_its_remaining_samples_has_a_batch_for_shadowing():
+    loaders = [make_loader(27, 4, drop_last=True) for _ in range(2)]
+    for rank, loader in enumerate(loaders):
+        sampler = shard_loader(loader, rank, 2, lambda given: given, lambda: 0)
+        sampler.load_state_dict({"epoch": 0, "samples": 20, "batches": 2})
+    assert [len(loader) for loader in loaders] == [3, 2]
+    assert [len(next(iter(loader))[0]) for loader in loaders] == [4, 4]
 
 
 @pytest.mark.parametrize("is_again", [False, True])

@@ -4,8 +4,10 @@ Each run trains on digits for the number of epochs of an uninterrupted run, coun
 and must be as accurate.
 """
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +19,11 @@ import torch
 
 from lightning_strategies_ext import DDPElasticStrategy
 from lightning_strategies_ext._system import user_cache
-from lightning_strategies_ext.elastic.commit import CommitTooLargeError, TensorPlaceholder
+from lightning_strategies_ext.elastic import fd_store
+from lightning_strategies_ext.elastic.commit import CommitTooLargeError
+from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
-from lightning_strategies_ext.elastic.memfd_commit import CommitMemory, tensor_offsets
+from lightning_strategies_ext.elastic.memfd_commit import CommitFile, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_torchrun
 from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
@@ -125,6 +129,42 @@ def test_after_a_loss_in_a_later_stage_no_step_is_repeated():
     check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(2, 0), (2, 0)]  # the last world is that of a second `fit`
     assert len({line["pid"] for line in run.lines}) == 4
+
+
+TERMINATED_LATE = """
+import os
+import signal
+
+from lightning_strategies_ext import DDPElasticStrategy
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Terminated(MLP):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_last_batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    strategy = DDPElasticStrategy()
+    trainer = make_trainer(strategy, max_epochs=1, devices=1)
+    trainer.fit(Terminated(), loader())
+    print("fit has ended", flush=True)
+    trainer.validate(MLP(), loader(), verbose=False)
+    print("validate has ended", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_sigterm_in_the_last_step_stops_the_next_stage(tmp_path: Path):
+    (tmp_path / "script.py").write_text(TERMINATED_LATE)
+    run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
+    options = f"--nproc-per-node=1 --max-restarts=0 --monitor-interval=0.1 {run_id} --no-python"
+    script = sys.executable, tmp_path / "script.py"
+    result = run_command(sys.executable, "-m", "torch.distributed.run", *options.split(), *script)
+    assert "fit has ended" in result.stdout, result.stdout
+    assert "validate has ended" not in result.stdout
 
 
 OMITS_WEIGHTS = """
@@ -285,14 +325,14 @@ PLACEHOLDERS = [
 
 def test_an_incomplete_commit_is_detected():
     end = tensor_offsets(PLACEHOLDERS)[1]
-    memory = CommitMemory.create(end)
+    memory = CommitFile.create(end)
     assert memory.batches == -1
     memory.begin_write()
     memory.tensors(PLACEHOLDERS)[0].fill_(2.0)
     memory.finish_write(7, end, b"\x80\x04K\x01.")
     memory.steps_done = 9
-    found = CommitMemory(os.dup(memory.fd))  # simulates another process
-    assert (found.batches, found.steps_done, found.metadata()) == (7, 9, 1)
+    found = CommitFile(os.dup(memory.fd))  # simulates another process
+    assert (found.batches, found.steps_done, found.read_state()) == (7, 9, 1)
     assert found.tensors(PLACEHOLDERS)[0].tolist() == [[2.0] * 5] * 3
     memory.begin_write()
     assert found.batches == -1
@@ -302,7 +342,35 @@ def test_an_incomplete_commit_is_detected():
 
 def test_a_commit_that_does_not_fit_is_an_error():
     with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
-        CommitMemory.create(1 << 50)
+        CommitFile.create(1 << 50)
+
+
+def test_a_commit_whose_other_state_does_not_fit_is_an_error(monkeypatch):
+    memory = CommitFile.create(tensor_offsets(PLACEHOLDERS)[1])
+
+    def fail(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(CommitTooLargeError, match="There is no memory for a commit of 4099 bytes"):
+        memory.finish_write(7, 4096, b"abc")
+    memory.close()
+
+
+def test_the_descriptor_store_keeps_a_commit_if_a_new_one_does_not_arrive():
+    held = os.memfd_create("held")
+    stored = {"0/memory": held}
+    rank, store = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with rank, store:
+        rank.send(b'{"put": "0/memory"}')  # without its descriptor, as at the limit of open files
+        assert not fd_store._handle_request(store, stored)
+        assert stored == {"0/memory": held}
+        os.fstat(held)
+        socket.send_fds(rank, [b'{"put": "0/memory"}'], [held])
+        assert fd_store._handle_request(store, stored)
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(held)
+    os.close(stored["0/memory"])
 
 
 # --- arguments ---
