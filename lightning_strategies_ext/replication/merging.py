@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,8 @@ def merge_module(
     for copy in copies:
         for before, kind in ((copy.parameters_before, "parameter"), (copy.submodules_before, "submodule")):
             now = copy.module._parameters if kind == "parameter" else copy.module._modules
+            if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+                continue
             for name in {**before, **now}:
                 if before.get(name, MISSING) is not now.get(name, MISSING):
                     raise UnmergeableError(f"the {kind} `self.{name}`")
