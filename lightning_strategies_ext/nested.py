@@ -11,12 +11,15 @@ import dataclasses
 from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any
 
+import numpy as np
+import torch
+
 #: Types of mappings; ``dict`` is first because a check for an abstract class takes several times as long.
 MAPPINGS = (dict, MutableMapping)
 
 
 def is_collection(value: Any) -> bool:
-    """Returns whether a value is a collection, as ``parts_of``, ``labels_of``, and ``rebuilt`` require."""
+    """Returns whether a value is a collection, as ``parts_of``, ``labels_of``, and ``rebuild`` require."""
     if isinstance(value, (list, tuple, *MAPPINGS)):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -58,6 +61,15 @@ def rebuild(collection: Any, parts: list[Any]) -> Any:
     for name, part in zip(names_of_fields(collection), parts, strict=True):
         object.__setattr__(result, name, part)  # also for a frozen dataclass
     return result
+
+
+def copy_data(value: Any) -> Any:
+    """Returns a value with copies of its collections, tensors, and arrays. Tensors keep their autograd history."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return rebuild(value, list(map(copy_data, parts_of(value)))) if is_collection(value) else value
 
 
 def class_identity(cls: type) -> Hashable:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_strategies_ext.nested import copy_data, is_collection, parts_of
 from lightning_strategies_ext.replication.lockstep import Lockstep, Participant
 from lightning_strategies_ext.replication.number_scopes import NumberScopes
 
@@ -40,6 +41,7 @@ class ReplicaContext:
         num_samples: Number of samples in this replica's part of the batch.
         deferred: Actions that this replica has deferred.
         metric_calls: Number of this replica's calls of each metric, by the metric's id.
+        sources: This replica's copies of tensors in the results of actions, and their originals, by the copy's id.
     """
 
     step: "ReplicaStep"
@@ -48,6 +50,7 @@ class ReplicaContext:
     num_samples: int
     deferred: list[DeferredAction] = field(default_factory=list)
     metric_calls: Counter[int] = field(default_factory=Counter)
+    sources: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
@@ -61,6 +64,7 @@ class ReplicaContext:
         payload: Any = None,
         returns_rows: bool = False,
         changes_parameters: bool = True,
+        key: Hashable = None,
     ) -> Any:
         """Waits for the other replicas, and returns the result of an action that runs once, on the caller's thread.
 
@@ -71,16 +75,34 @@ class ReplicaContext:
             returns_rows: Whether the action returns a tensor with a row per sample. This replica receives only the rows
                 of its samples.
             changes_parameters: Whether the action may change parameters or their ``requires_grad``.
+            key: Identifier of the object to which the action belongs, equal in all replicas.
 
         Returns:
             The result of the action, on the device of this replica.
         """
         result = self.participant.run_once(
-            name, lambda payloads: self.step.run_action(action, payloads, changes_parameters), payload
+            name, lambda payloads: self.step.run_action(action, payloads, changes_parameters), payload, key
         )
         if returns_rows:
             result = result.narrow(0, sum(self.step.sizes[: self.index]), self.num_samples)
-        return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
+            return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
+        if self.device == self.step.root_device:
+            received = copy_data(result)  # a replica may write to its result in place
+        else:
+            received = move_data_to_device(result, self.device)
+        self._record_sources(result, received)
+        return received
+
+    def source_of(self, value: Any) -> Any:
+        """Returns the object that the value was copied from if it is a result of :meth:`run_once`, else the value."""
+        return self.sources[id(value)][1] if id(value) in self.sources else value
+
+    def _record_sources(self, result: Any, received: Any) -> None:
+        if isinstance(received, torch.Tensor):
+            self.sources[id(received)] = (received, result)
+        elif is_collection(received):
+            for part, copied in zip(parts_of(result), parts_of(received), strict=True):
+                self._record_sources(part, copied)
 
     def defer(self, key: Hashable, action: OnceAction, payload: Any) -> None:
         """Defers an action: it runs before the next action that replicas wait for, or at the end of the step.
@@ -92,7 +114,7 @@ class ReplicaContext:
         Args:
             key: Identifier that matches the deferred actions of different replicas.
             action: Action to run once.
-            payload: Argument of this replica for the action.
+            payload: Argument of this replica for the action, which the replica does not change afterwards.
         """
         if self.step.is_over:
             action([payload], [self.num_samples])
@@ -111,6 +133,8 @@ class ReplicaStep:
         number_scopes: Statistics of the numbers that replicas have passed to ``self.log`` and to metrics.
         check_writes: Raises if replicas have written to shared tensors.
         refresh: Updates the replicas after a change of the module's parameters.
+        lengths: Number of entries of a list with one entry per sample, in each replica, if ``sizes`` may be other
+            numbers, such as numbers of tokens.
         contexts: Contexts of the replicas.
         is_over: Whether all replicas have returned.
         other_batch_sizes: Values of ``self.log(batch_size=...)`` in the replicas that are not in proportion to their
@@ -123,6 +147,7 @@ class ReplicaStep:
     number_scopes: NumberScopes
     check_writes: Callable[[], None]
     refresh: Callable[[], None]
+    lengths: Sequence[int] | None = None
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
     other_batch_sizes: list[float] | None = None

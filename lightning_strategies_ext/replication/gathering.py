@@ -19,17 +19,20 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_strategies_ext.nested import MAPPINGS, class_identity, is_collection, labels_of, parts_of, rebuild
+from lightning_strategies_ext.replication.denominators import SUM, Count, denominator_of, drop_gradient_of_empty_mean
 from lightning_strategies_ext.replication.splitting import LIBRARY_ADVICE, is_array
 
-#: Result of :func:`denominator_of` for a sum.
-SUM = "sum"
-#: Reductions of torch's losses, by the number that autograd saves.
-_LOSS_REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
 INEXACT_NUMBERS = (float, complex, np.inexact)
 NUMBERS = (int, np.integer, np.bool_, *INEXACT_NUMBERS)  # bool is an int
 
 
-def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
+def gather(
+    values: Sequence[Any],
+    sizes: Sequence[int],
+    device: torch.device,
+    name: str,
+    lengths: Sequence[int] | None = None,
+) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
     Floating-point numbers, also as 0-dim tensors, become the result of :func:`value_of_batch`. Integers and bools
@@ -42,6 +45,8 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
         sizes: Number of samples of each replica.
         device: Device of tensors in the result.
         name: Name of the value in error messages.
+        lengths: Number of entries of a list with one entry per sample; ``sizes`` if None. They differ if ``sizes`` are
+            numbers of tokens.
 
     Raises:
         ValueError: If the values differ in type or structure, or shapes differ in more than the first dimension.
@@ -72,44 +77,12 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
         )
     if any(map(is_collection, values)):
         check_types(values, name)
-        if isinstance(first, list) and are_lists_of_samples(values, sizes):
+        if isinstance(first, list) and (
+            are_lists_of_samples(values, sizes) or (lengths is not None and are_lists_of_samples(values, lengths))
+        ):
             return [move_tensors(entry, device) for value in values for entry in value]
-        return gather_parts(values, sizes, device, name)
+        return gather_parts(values, sizes, device, name, lengths)
     return first if all(is_equal_object(value, first) for value in values) else list(values)
-
-
-def denominator_of(value: Any) -> Any:
-    """Returns the denominator of a mean, which autograd has saved with the last operation; :data:`SUM` for a sum.
-
-    The denominator is the number of elements or, with class weights or ignored entries, the sum of their weights.
-
-    Args:
-        value: Tensor of one element, such as a loss, or any other object.
-
-    Returns:
-        A number, a tensor, or :data:`SUM`. None if the last operation was not one of torch's losses, ``x.mean()``, or
-        ``x.sum() / count``, or if a backward pass has run. None also for a plain ``x.sum()``, which may add up several
-        losses that are means.
-    """
-    node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-    if node is None:
-        return None
-    try:
-        if node.name() in ("MeanBackward0", "MeanBackward1"):
-            return getattr(node, "_saved_self_sym_numel", None)
-        if node.name() == "DivBackward0":
-            (summed, _), (divided_by, _) = node.next_functions
-            if divided_by is not None or summed is None or summed.name() != "SumBackward0" or node._saved_other.ndim:
-                return None
-            return node._saved_other.item() if node._saved_other.is_cpu else node._saved_other
-        reduction = _LOSS_REDUCTIONS.get(getattr(node, "_saved_reduction", None))
-        if reduction is None or reduction == SUM:
-            return reduction
-        if hasattr(node, "_saved_total_weight"):
-            return node._saved_total_weight
-        return node._saved_self.numel() if hasattr(node, "_saved_self") else None
-    except RuntimeError:  # a backward pass has freed the saved values
-        return None
 
 
 def value_of_batch(
@@ -119,7 +92,7 @@ def value_of_batch(
 
     Sums are added. Means are weighted by their denominators, for example a mean over tokens by its number of tokens.
     Means with equal denominators (for example a mean of several losses) and values of unknown denominator are weighted
-    by the number of samples.
+    by the number of samples, unless a denominator is a :class:`Count`.
 
     Args:
         values: Numbers or tensors, see :func:`weighted_mean`.
@@ -128,6 +101,8 @@ def value_of_batch(
         device: Device of the result.
     """
     kinds = set(map(type, denominators))
+    if kinds <= {int, float, Count} and Count in kinds:
+        return weighted_mean(values, denominators, device)
     if kinds <= {int, float}:
         return weighted_mean(values, sizes if len(set(denominators)) == 1 else denominators, device)
     if len(values) == 1 or kinds not in ({type(SUM)}, {torch.Tensor}):
@@ -138,6 +113,8 @@ def value_of_batch(
     dtype = torch.promote_types(tensors.dtype, torch.float32)
     weights = torch.stack([denominator.to(device, dtype) for denominator in denominators])
     # A mean over no elements is NaN and gets weight 0. No operation here synchronizes with a GPU.
+    for value, weight in zip(values, weights, strict=True):
+        drop_gradient_of_empty_mean(value, weight)
     total = (torch.where(weights > 0, tensors, 0) * weights).sum() / weights.sum()
     return total.to(tensors.dtype)
 
@@ -247,7 +224,9 @@ def gather_arrays(values: Sequence[Any], sizes: Sequence[int], device: torch.dev
     return np.ma.concatenate(values) if is_masked else np.concatenate(values)  # type: ignore[no-untyped-call]
 
 
-def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
+def gather_parts(
+    values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str, lengths: Sequence[int] | None = None
+) -> Any:
     """Gathers collections of one type part by part."""
     first = values[0]
     labels = labels_of(first)
@@ -257,7 +236,9 @@ def gather_parts(values: Sequence[Any], sizes: Sequence[int], device: torch.devi
     else:
         check_labels(labels, [labels_of(value) for value in values], name, "parts")
         columns = [list(column) for column in zip(*map(parts_of, values), strict=True)]
-    parts = [gather(column, sizes, device, name + label) for label, column in zip(labels, columns, strict=True)]
+    parts = [
+        gather(column, sizes, device, name + label, lengths) for label, column in zip(labels, columns, strict=True)
+    ]
     return rebuild(first, parts)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import wrapt
 from torch import Tensor
 
 from lightning_strategies_ext.replication.context import ReplicaContext
-from lightning_strategies_ext.replication.gathering import denominator_of, value_of_batch, weighted_mean
+from lightning_strategies_ext.replication.denominators import denominator_of
+from lightning_strategies_ext.replication.gathering import value_of_batch
 from lightning_strategies_ext.replication.splitting import LIBRARY_ADVICE
 
 
@@ -65,12 +67,16 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
         enable_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        def action(payloads: list[tuple[Any, Any, int | None]], sizes: list[int]) -> None:
-            values = [_unwrap(value) for value, _, _ in payloads]
-            denominators = [denominator for _, denominator, _ in payloads]
-            weights = [size if given is None else given for (_, _, given), size in zip(payloads, sizes, strict=True)]
+        def action(payloads: list[LoggedValue], sizes: list[int]) -> None:
+            values = [_unwrap(logged.value) for logged in payloads]
+            denominators = [logged.denominator for logged in payloads]
+            if all(logged.source is payloads[0].source for logged in payloads):
+                values = values[:1] * len(values)  # one object of the whole batch
+            given = [logged.batch_size for logged in payloads]
+            weights = [size if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
             total = sum(weights)
             reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+            reduction = {"avg": "mean"}.get(reduction.lower(), reduction.lower())  # as Lightning does
             call_site, call, step = (id(original), name), f"`self.log({name!r}, ...)`", context.step
             if reduction == "sum":
                 step.warn_if_added_repeatedly(call_site, call, values, sizes)
@@ -91,8 +97,10 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
                 **kwargs,
             )
 
-        logged = value.detach() if isinstance(value, Tensor) and not enable_graph else value
-        context.defer((id(original), "log", name), action, (logged, denominator_of(value), batch_size))
+        logged = LoggedValue(value, context.source_of(value), denominator_of(value), batch_size)
+        if isinstance(value, Tensor):  # copied, because the step may write to it in place before the action runs
+            logged.value = (value if enable_graph else value.detach()).clone()
+        context.defer((id(original), "log", name), action, logged)
 
     def print_once(*args: Any, **kwargs: Any) -> None:
         if context.index == 0:
@@ -108,6 +116,24 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
     for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "zero_grad"):
         methods[name] = create_method(name)
     replica.__dict__.update(methods)
+
+
+@dataclass
+class LoggedValue:
+    """Value that a replica passes to ``self.log``.
+
+    Attributes:
+        value: The value; a copy if it is a tensor.
+        source: Object that was passed, or on the root device the object that it was copied from. One object in all
+            replicas is a value of the whole batch.
+        denominator: Result of :func:`.denominator_of`.
+        batch_size: Argument of ``self.log``.
+    """
+
+    value: Any
+    source: Any
+    denominator: Any
+    batch_size: int | None
 
 
 def reduce_logged(
@@ -222,11 +248,12 @@ class ReplicaScheduler(_SharedProxy):
 
         def action(payloads: list[tuple[tuple[Any, ...], dict[str, Any]]], sizes: list[int]) -> Any:
             def merge(values: list[Any]) -> Any:
-                is_monitored = isinstance(values[0], float) or (isinstance(values[0], Tensor) and values[0].ndim == 0)
-                return weighted_mean(values, sizes, context.step.root_device) if is_monitored else values[0]
+                if isinstance(values[0], float) or (isinstance(values[0], Tensor) and values[0].ndim == 0):
+                    return value_of_batch(values, list(map(denominator_of, values)), sizes, context.step.root_device)
+                return values[0]
 
-            positional = [merge([args[i] for args, _ in payloads]) for i in range(len(args))]
-            named = {key: merge([kwargs[key] for _, kwargs in payloads]) for key in kwargs}
+            positional = [merge([given[i] for given, _ in payloads]) for i in range(len(args))]
+            named = {key: merge([given[key] for _, given in payloads]) for key in kwargs}
             return scheduler.step(*positional, **named)
 
         return context.run_once(f"the step of {self._self_name}", action, (args, kwargs))

@@ -14,7 +14,7 @@ Limitations: A function that runs on a thread cannot be interrupted. The caller 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -53,11 +53,13 @@ class OnceRequest:
         name: Name of the action, equal in all functions.
         action: Action; its argument is the list of payloads of all functions, in order of index.
         payload: Payload of this function.
+        key: Identifier of the object to which the action belongs, equal in all functions.
     """
 
     name: str
     action: Callable[[list[Any]], Any]
     payload: Any
+    key: Hashable = None
 
 
 class StopThread:
@@ -89,20 +91,21 @@ class Participant:
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._outbox: SimpleQueue[Event] = SimpleQueue()
 
-    def run_once(self, name: str, action: Callable[[list[Any]], Any], payload: Any = None) -> Any:
+    def run_once(self, name: str, action: Callable[[list[Any]], Any], payload: Any = None, key: Hashable = None) -> Any:
         """Waits for the other functions, and returns the result of an action. Called by this function, on its thread.
 
         Args:
             name: Name of the action, equal in all functions.
             action: Action; its argument is the list of payloads of all functions, in order of index.
             payload: Payload of this function.
+            key: Identifier of the object to which the action belongs, equal in all functions.
 
         Raises:
             RuntimeError: If another thread calls this method, or the function has returned.
             Exception: If the action raised it.
         """
         if self._lockstep.is_run_by_caller(self.index):
-            return self._lockstep.coordinate(OnceRequest(name, action, payload), self.index)
+            return self._lockstep.coordinate(OnceRequest(name, action, payload, key), self.index)
         if threading.get_ident() != self._thread_id:
             raise RuntimeError(
                 f"{name} was requested by a replica outside of its step, as in the recomputation of a checkpointed"
@@ -111,7 +114,7 @@ class Participant:
             )
         self.is_waiting = True
         try:
-            self._send(OnceRequest(name, action, payload))
+            self._send(OnceRequest(name, action, payload, key))
             # The action may run a function on each thread that waits for it, see `Lockstep.run_nested`.
             while isinstance(message := self._inbox.get(), RunFunction):
                 event = _call(message.function)
@@ -125,7 +128,7 @@ class Participant:
 
     def resume(self, message: Any) -> None:
         """Sends a message to the thread, which resumes it."""
-        self.is_running = True
+        self.is_running = not isinstance(message, StopThread)
         self._inbox.put(message)
 
     def next_event(self, timeout_s: float | None = None) -> Event:
@@ -155,6 +158,7 @@ class LockstepRound:
         next_messages: Messages with which the threads resume, in order of index from 1.
         has_synchronized: Whether the functions have synchronized.
         is_running_action: Whether an action is running.
+        action_exceptions: Exceptions of actions, which do not belong to a single function.
         caller_index: Index of the function that the caller's thread runs.
         running: Indices of the functions whose threads run.
         waiting: Indices of the functions that wait for an action.
@@ -164,6 +168,7 @@ class LockstepRound:
     next_messages: list[Any] = field(default_factory=list)
     has_synchronized: bool = False
     is_running_action: bool = False
+    action_exceptions: list[BaseException] = field(default_factory=list)
     caller_index: int = 0
     running: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
@@ -223,10 +228,15 @@ class Lockstep:
     def coordinate(self, request: OnceRequest, index: int) -> Any:
         """Runs the action that a function on the caller's thread requests, after the others have requested it."""
         current = self._rounds[-1]
+        self._check_not_failed()
         if index > 0:  # runs on the caller's thread only after function 0 has returned without this request
             self._fail(_divergence_error([Returned(None), *[None] * (index - 1), request]))
         events: list[Event] = [request, *self._collect_events(current)]
-        payloads = [event.payload for event in events if isinstance(event, OnceRequest) and event.name == request.name]
+        payloads = [
+            event.payload
+            for event in events
+            if isinstance(event, OnceRequest) and (event.name, event.key) == (request.name, request.key)
+        ]
         if len(payloads) < len(events):
             self._fail(_divergence_error(events))
         current.has_synchronized = current.is_running_action = True
@@ -234,6 +244,7 @@ class Lockstep:
             reply: Returned | Raised = Returned(request.action(payloads))
         except Exception as exception:  # the user's code may handle it
             reply = Raised(exception)
+            current.action_exceptions.append(exception)
         finally:
             current.is_running_action = False
         self._resume_others(current, [reply] * (current.num_functions - 1))
@@ -256,6 +267,7 @@ class Lockstep:
         try:
             self._resume_others(current, [RunFunction(function) for function in functions[1:]])
             values = [self._run_on_caller(current, 0, functions[0])]
+            self._check_not_failed()
             if self.is_sequential and len(self._rounds) == 1 and not current.has_synchronized:
                 return values + [self._run_on_caller(current, i, functions[i]) for i in range(1, len(functions))]
             events: list[Event] = [Returned(values[0]), *self._collect_events(current)]
@@ -276,7 +288,7 @@ class Lockstep:
         except AbortedError:
             raise
         except BaseException as exception:
-            _add_replica_note(exception, index, current.num_functions)
+            _add_replica_note(exception, index, current)
             raise
 
     def _resume_others(self, current: LockstepRound, messages: list[Any]) -> None:
@@ -296,7 +308,7 @@ class Lockstep:
                 self._resume(current, index)
             event = self._next_event(current, index)
             if isinstance(event, Raised):
-                _add_replica_note(event.exception, index, current.num_functions)
+                _add_replica_note(event.exception, index, current)
                 self._fail(event.exception)
             events.append(event)
         return events
@@ -336,6 +348,11 @@ class Lockstep:
         self._failure = failure
         raise AbortedError
 
+    def _check_not_failed(self) -> None:
+        """Unwinds further if a function has caught the error that unwinds it, as a bare ``except`` does."""
+        if self._failure is not None:
+            raise AbortedError
+
     def _abort(self) -> None:
         """Waits for running functions, unwinds waiting functions, and drops their events."""
         for participant in self.participants[1:]:
@@ -355,8 +372,10 @@ def _call(function: Callable[[], Any]) -> Returned | Raised:
         return Raised(exception)
 
 
-def _add_replica_note(exception: BaseException, index: int, num_functions: int) -> None:
-    note = f"This happened in replica {index} of {num_functions}."
+def _add_replica_note(exception: BaseException, index: int, current: LockstepRound) -> None:
+    if any(exception is raised for raised in current.action_exceptions):
+        return  # an action runs once for all functions
+    note = f"This happened in replica {index} of {current.num_functions}."
     if hasattr(exception, "add_note") and note not in getattr(exception, "__notes__", ()):  # Python 3.11
         exception.add_note(note)
 
@@ -366,8 +385,11 @@ def _divergence_error(events: Sequence[Event | None]) -> RuntimeError:
     states = [
         f"replica {index} " + (f"waits in {event.name}" if isinstance(event, OnceRequest) else "has returned")
         for index, event in enumerate(events)
-        if event is not None
+        if event
     ]
+    names = {event.name if isinstance(event, OnceRequest) else None for event in events}
+    if len(names) == 1:
+        states.append("each of another object")
     return RuntimeError(
         f"The replicas do not take the same path through the step: {', '.join(states)}. All replicas must request the"
         " operations that run once for the whole batch (a backward pass, an optimizer's step, a metric's value), in the"

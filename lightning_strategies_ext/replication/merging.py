@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ MISSING = object()
 #: Attributes that are merged separately, or not at all: the lists of weights of torch's recurrent modules.
 HANDLED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 _MUTABLE = CONTAINERS - {tuple}
+#: Maximum number of integers in a buffer that is checked for equal counts of samples.
+_MAX_COUNTS = 4096
 
 
 class UnmergeableError(Exception):
@@ -47,27 +50,51 @@ class ModuleCopy:
     Attributes:
         module: Copied module.
         attributes_before: Attributes of the copy before the step.
-        buffers_before: Buffers of the copy before the step and their versions, without running statistics.
+        parameters_before: Parameters of the copy before the step.
+        submodules_before: Submodules of the copy before the step.
+        buffers_before: Buffers of the copy before the step, without running statistics.
     """
 
     module: Module
     attributes_before: dict[str, Any]
-    buffers_before: dict[str, tuple[Tensor | None, int]]
+    parameters_before: dict[str, Any]
+    submodules_before: dict[str, Any]
+    buffers_before: dict[str, "BufferState"]
 
 
-def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
-    """Returns the buffers of a replica's module and their versions, except running statistics.
+@dataclass
+class BufferState:
+    """State of a buffer before a step.
+
+    Attributes:
+        buffer: The buffer.
+        version: Its version.
+        counts: Copy of its values, if it may count samples.
+    """
+
+    buffer: Tensor | None
+    version: int
+    counts: Tensor | None
+
+
+def buffers_to_compare(module: Module, has_counts: bool) -> dict[str, BufferState]:
+    """Returns the state of the buffers of a replica's module, except running statistics.
 
     Running statistics are the buffers of torch's modules (batch normalization, observers), and buffers with the names
     that torch uses for them.
+
+    Args:
+        module: Module in a replica.
+        has_counts: Whether to copy the values of buffers that may count samples. One replica's copy is sufficient.
     """
     if type(module).__module__.startswith("torch."):
         return {}
-    return {
-        name: (buffer, version_of(buffer))
-        for name, buffer in module._buffers.items()
-        if not name.startswith("running_") and name != "num_batches_tracked"
-    }
+    states = {}
+    for name, buffer in module._buffers.items():
+        if not name.startswith("running_") and name != "num_batches_tracked":
+            counts = buffer.clone() if has_counts and buffer is not None and _may_count(buffer) else None
+            states[name] = BufferState(buffer, version_of(buffer), counts)
+    return states
 
 
 def merge_module(
@@ -76,6 +103,7 @@ def merge_module(
     containers: Sequence[str],
     sizes: Sequence[int],
     device: torch.device,
+    merged: set[int],
 ) -> None:
     """Merges the changes of replicas into one module, without its submodules.
 
@@ -85,38 +113,46 @@ def merge_module(
         containers: Names of its attributes that are containers, of which each replica has a copy.
         sizes: Number of samples of each replica.
         device: Device of the module.
+        merged: Ids of the containers that have been merged, as for :func:`merge_containers`.
 
     Raises:
         UnmergeableError: If changes cannot be merged.
     """
     for copy in copies:
-        for kind in ("_parameters", "_modules"):
-            if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
-                raise UnmergeableError("the set of parameters or submodules")
-    for name in copies[0].buffers_before:
-        if _has_lost_writes(name, copies, sizes, device):
-            raise UnmergeableError(f"the buffer `self.{name}`")
-    original._buffers.update(copies[0].module._buffers)
+        for before, kind in ((copy.parameters_before, "parameter"), (copy.submodules_before, "submodule")):
+            now = copy.module._parameters if kind == "parameter" else copy.module._modules
+            if now.keys() == before.keys() and all(map(is_, now.values(), before.values())):
+                continue
+            for name in {**before, **now}:
+                if before.get(name, MISSING) is not now.get(name, MISSING):
+                    raise UnmergeableError(f"the {kind} `self.{name}`")
+    _merge_buffers(original, copies, sizes, device)
     changed: dict[str, None] = {}
     for copy in copies:
-        for name, value in copy.module.__dict__.items():
-            if copy.attributes_before.get(name, MISSING) is not value and name not in HANDLED_ATTRIBUTES:
-                changed[name] = None
+        now, before = copy.module.__dict__, copy.attributes_before
+        changed.update((name, None) for name, value in now.items() if before.get(name, MISSING) is not value)
+        if len(now) < len(before) or not before.keys() <= now.keys():
+            changed.update((name, None) for name in before if name not in now)
     for name in changed:
+        if name in HANDLED_ATTRIBUTES:
+            continue
         values = [copy.module.__dict__.get(name, MISSING) for copy in copies]
         values = [move_data_to_device(value, device) for value in values]
         if not all(is_equal_value(values[0], value) for value in values[1:]):
             raise UnmergeableError(f"`self.{name}`")
         warn_if_counts_samples(f"self.{name}", original.__dict__.get(name), values[0], sizes)
-        setattr(original, name, values[0])
+        if values[0] is MISSING:
+            original.__dict__.pop(name, None)
+        else:
+            setattr(original, name, values[0])
     for name in containers:
         if name not in changed:
             copied = [copy.module.__dict__[name] for copy in copies]
-            merge_containers(original.__dict__[name], copied, f"self.{name}", sizes, device)
+            merge_containers(original.__dict__[name], copied, f"self.{name}", sizes, device, merged)
 
 
 def merge_containers(
-    original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device
+    original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device, merged: set[int]
 ) -> None:
     """Merges the changes of replicas into a container of the module.
 
@@ -126,23 +162,27 @@ def merge_containers(
         path: Path of the container in messages, such as ``self.outputs``.
         sizes: Number of samples of each replica.
         device: Device of tensors in the result.
+        merged: Ids of the module's containers that have been merged. A container with several paths is merged once.
 
     Raises:
         UnmergeableError: If the result would differ from the result of one step with the whole batch.
     """
+    if id(original) in merged:
+        return
+    merged.add(id(original))
     if isinstance(original, tuple):
-        _merge_nested(original, copies, path, sizes, device)
+        _merge_nested(original, copies, path, sizes, device, merged)
     elif isinstance(original, list):
         length = len(original)
         if any(not _starts_with(values, original) for values in copies):
             raise UnmergeableError(f"the list `{path}`, to which a step may only append,")
-        _merge_nested(original, copies, path, sizes, device)
+        _merge_nested(original, copies, path, sizes, device, merged)
         for values in copies:
             original.extend(move_data_to_device(value, device) for value in values[length:])
     elif isinstance(original, dict):
         if not all(_is_equal_container(values, original) for values in copies):
-            _merge_nested(original, copies, path, sizes, device)
-            _merge_keys(original, copies, path, sizes, device)
+            _merge_nested(original, copies, path, sizes, device, merged)
+            _merge_keys(original, copies, path, sizes, device, merged)
     elif all(_is_equal_container(values, original) for values in copies):
         return
     elif isinstance(original, set) and all(values >= original for values in copies):
@@ -187,6 +227,18 @@ def warn_if_counts_samples(path: str, before: Any, after: Any, sizes: Sequence[i
         )
 
 
+def _merge_buffers(original: Module, copies: Sequence[ModuleCopy], sizes: Sequence[int], device: torch.device) -> None:
+    for name in copies[0].buffers_before:
+        if _has_lost_writes(name, copies, sizes, device):
+            raise UnmergeableError(f"the buffer `self.{name}`")
+    buffers = [copy.module._buffers for copy in copies]
+    for name in [name for name in original._buffers if any(name not in named for named in buffers)]:
+        if any(name in named for named in buffers):
+            raise UnmergeableError(f"the buffer `self.{name}`")
+        del original._buffers[name]
+    original._buffers.update(buffers[0])
+
+
 def _has_lost_writes(name: str, copies: Sequence[ModuleCopy], sizes: Sequence[int], device: torch.device) -> bool:
     """Returns whether the first replica's buffer lacks counts or rows that other replicas have written.
 
@@ -194,16 +246,36 @@ def _has_lost_writes(name: str, copies: Sequence[ModuleCopy], sizes: Sequence[in
     optimizer may have changed. Buffers of different shapes are caches whose size depends on the part of the batch.
     """
     buffers = [copy.module._buffers.get(name) for copy in copies]
+    before = [copy.buffers_before[name] for copy in copies]
     if all(
-        buffer is copy.buffers_before[name][0] and version_of(buffer) == copy.buffers_before[name][1]
-        for copy, buffer in zip(copies[1:], buffers[1:], strict=True)
+        buffer is state.buffer and version_of(buffer) == state.version
+        for state, buffer in zip(before[1:], buffers[1:], strict=True)
     ):
         return False
     first, *others = (None if buffer is None else buffer.to(device) for buffer in buffers)
     if first is None:
         return False
     comparable = [other for other in others if other is not None and other.shape == first.shape]
-    return any(_is_count_or_queue(first, other, max(sizes)) for other in comparable)
+    if any(_is_count_or_queue(first, other, max(sizes)) for other in comparable):
+        return True
+    counts = before[1].counts if len(before) > 1 else None
+    return counts is not None and counts.shape == first.shape and _has_counted(counts.to(device), first, sizes)
+
+
+def _may_count(buffer: Tensor) -> bool:
+    """Returns whether a buffer may count samples: an integer or a few, or a floating-point number."""
+    if buffer.dtype == torch.bool or buffer.is_complex() or buffer.layout != torch.strided:
+        return False
+    return buffer.numel() == 1 or (buffer.numel() <= _MAX_COUNTS and not buffer.is_floating_point())
+
+
+def _has_counted(before: Tensor, after: Tensor, sizes: Sequence[int]) -> bool:
+    """Returns whether a buffer that is equal in all replicas has grown by a multiple of their number of samples."""
+    if len(set(sizes)) > 1 or sizes[0] < 2:
+        return False
+    counted = after - before
+    total = counted.sum().item()
+    return total > 0 and total % sizes[0] == 0 and bool((counted >= 0).all())
 
 
 def _is_count_or_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
@@ -223,24 +295,42 @@ def _is_count_or_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
     return False
 
 
-def _merge_nested(original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device) -> None:
+def _merge_nested(
+    original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device, merged: set[int]
+) -> None:
     for key, entry in list(entries_of(original)):
         copied = [_get(values, key) for values in copies]
-        if type(entry) in _MUTABLE and all(type(value) is type(entry) for value in copied):
-            merge_containers(entry, copied, f"{path}[{key!r}]", sizes, device)
+        if _is_merged(entry, copied):
+            merge_containers(entry, copied, f"{path}[{key!r}]", sizes, device, merged)
 
 
-def _merge_keys(original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device) -> None:
+def _is_merged(entry: Any, copies: Sequence[Any]) -> bool:
+    """Returns whether :func:`_merge_nested` merges an entry of a container, of which replicas have copies."""
+    if any(type(value) is not type(entry) for value in copies):
+        return False
+    if type(entry) is tuple:  # may contain lists; a tuple with other entries is a new value
+        return all(len(value) == len(entry) for value in copies) and all(
+            _is_merged(part, column) or all(_is_unchanged(part, value) for value in column)
+            for part, *column in zip(entry, *copies, strict=True)
+        )
+    return type(entry) in _MUTABLE
+
+
+def _merge_keys(
+    original: Any, copies: Sequence[Any], path: str, sizes: Sequence[int], device: torch.device, merged: set[int]
+) -> None:
     """Merges new and deleted keys of a dict, and the changed values that :func:`_merge_nested` does not merge."""
+    merged_keys = {key for key, entry in entries_of(original) if _is_merged(entry, [_get(c, key) for c in copies])}
     if isinstance(original, defaultdict) and original.default_factory is list:
         for key in dict.fromkeys(key for values in copies for key in values if key not in original):
-            original[key] = []  # replicas may have appended to new lists
-            lists = [values.get(key, []) for values in copies]
-            merge_containers(original[key], lists, f"{path}[{key!r}]", sizes, device)
-    containers = {key for key, entry in entries_of(original) if type(entry) in _MUTABLE}
+            lists = [values.get(key, []) for values in copies]  # replicas may have appended to new lists
+            if all(type(values) is list for values in lists):
+                original[key] = []
+                merged_keys.add(key)
+                merge_containers(original[key], lists, f"{path}[{key!r}]", sizes, device, merged)
     changes = []
     for values in copies:
-        keys = [key for key in {**original, **values} if key not in containers or key not in values]
+        keys = [key for key in {**original, **values} if key not in merged_keys]
         after = {key: values.get(key, MISSING) for key in keys}
         changes.append({key: new for key, new in after.items() if not _is_unchanged(original.get(key, MISSING), new)})
     are_equal = all(is_equal_value(changed, changes[0]) for changed in changes)
@@ -269,7 +359,7 @@ def _starts_with(values: list[Any], start: list[Any]) -> bool:
     if len(start) > MAX_INSPECTED_LENGTH:
         return _is_equal_container(values[: len(start)], start)
     return len(values) >= len(start) and all(
-        _is_unchanged(before, after) or (type(before) is type(after) and type(before) in _MUTABLE)
+        (type(before) is type(after) and type(before) in _MUTABLE) or _is_unchanged(before, after)
         for before, after in zip(start, values, strict=False)
     )
 

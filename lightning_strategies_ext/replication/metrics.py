@@ -11,6 +11,7 @@ Limitations: Means and sums of a part cannot be distinguished. A number is inter
 replicas pass means of their parts to a ``SumMetric``, the metric adds them up.
 """
 
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -25,11 +26,11 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMet
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_strategies_ext._lightning import user_modules
-from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
+from lightning_strategies_ext.nested import contains, copy_data, is_collection, labels_of, parts_of
 from lightning_strategies_ext.replication.context import OnceAction, ReplicaContext, ReplicaStep
+from lightning_strategies_ext.replication.denominators import denominator_of
 from lightning_strategies_ext.replication.gathering import (
     NUMBERS,
-    denominator_of,
     gather,
     is_equal_object,
     is_inexact,
@@ -61,6 +62,27 @@ def is_metric(value: object) -> bool:
     return isinstance(value, (Metric, MetricCollection))
 
 
+class Identity:
+    """Key of a dict that equals only keys of the same object, also after the object's ``id`` is used again.
+
+    Args:
+        value: Object, such as a metric, whose own hash depends on its state.
+    """
+
+    __slots__ = ("_id", "_reference")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        self._reference = weakref.ref(value)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        value = self._reference()
+        return isinstance(other, Identity) and value is not None and value is other._reference()
+
+
 class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Proxy of a metric in a replica. Updates are deferred; methods that return a value wait for all replicas.
 
@@ -77,7 +99,9 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Updates the metric with the arguments of all replicas at the same call. Deferred."""
-        self._self_context.defer((id(self.__wrapped__), "update"), self._self_create_update("update"), (args, kwargs))
+        key = (Identity(self.__wrapped__), "update")
+        # The step may write to the arguments in place before the action runs.
+        self._self_context.defer(key, self._self_create_update("update"), copy_data((args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the metric with the arguments of all replicas, and returns its value for the whole batch."""
@@ -117,7 +141,8 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def _self_run_once(self, method: str, action: OnceAction, payload: Any = None) -> Any:
         name = f"{type(self.__wrapped__).__name__}.{method}"
-        return self._self_context.run_once(name, action, payload, changes_parameters=False)
+        key = Identity(self.__wrapped__)
+        return self._self_context.run_once(name, action, payload, changes_parameters=False, key=key)
 
     def _self_create_update(self, method: str) -> OnceAction:
         metric, step = self.__wrapped__, self._self_context.step
@@ -156,12 +181,13 @@ def update_for_batch(
     """
     device = step.root_device
     arguments = _values_by_argument(payloads)
-    has_number = any(_has_number(values, sizes) for values in arguments.values())
+    lengths = step.lengths if len(payloads) == len(step.sizes) else None
+    has_number = any(_has_number(values, lengths or sizes) for values in arguments.values())
     if len(payloads) == 1 and not (has_number and isinstance(metric, _MAY_USE_WEIGHTS)):
         args, kwargs = move_data_to_device(payloads[0], device)
         return getattr(metric, method)(*args, **kwargs)
     if not has_number:
-        args, kwargs = _join(payloads, sizes, device, metric)
+        args, kwargs = _join(payloads, sizes, device, metric, lengths)
         return getattr(metric, method)(*args, **kwargs)
     # A metric's `forward` calls its `update`, as do wrappers and collections. There, each inner metric is updated with
     # the arguments of all replicas.
@@ -209,7 +235,7 @@ def _update_arguments(
         return per_part
     if isinstance(metric, SumMetric):
         values = arguments[0 if 0 in arguments else "value"]
-        step.warn_if_added_repeatedly((id(metric), call_index), type(metric).__name__, values, sizes)
+        step.warn_if_added_repeatedly((Identity(metric), call_index), type(metric).__name__, values, sizes)
     if isinstance(metric, _UPDATED_PER_PART):
         return per_part
     if metric.full_state_update or not _is_reduced_by(metric, _ROW_REDUCTIONS if has_rows else _NUMBER_REDUCTIONS):
@@ -242,7 +268,7 @@ def _mean_arguments(
         if not all(map(is_inexact, values)):
             raise _number_error(metric, "an integer is not a mean over the part's samples")
         return [((value_of_batch(values, list(map(denominator_of, values)), sizes, device),), {})]
-    if step.are_batch_weights((id(metric), call_index), type(metric).__name__, counts, sizes):
+    if step.are_batch_weights((Identity(metric), call_index), type(metric).__name__, counts, sizes):
         weight = counts[0] * step.number_scopes.num_replicas  # as the sum of the weights of the parts
     elif has_rows:
         weight = sum(counts)  # each row gets the total weight of all parts
@@ -314,7 +340,13 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
     return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
 
 
-def _join(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.device, metric: Any) -> Arguments:
+def _join(
+    payloads: Sequence[Arguments],
+    sizes: Sequence[int],
+    device: torch.device,
+    metric: Any,
+    lengths: Sequence[int] | None = None,
+) -> Arguments:
     """Returns the arguments for the whole batch: rows and entries are joined, and a number is a setting."""
     name = f"{type(metric).__name__}.update(...)"
 
@@ -323,7 +355,7 @@ def _join(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.dev
             return values[0]
         if all(isinstance(value, list) for value in values) and not contains(values, is_array):
             return list(chain.from_iterable(values))
-        return gather(values, sizes, device, name)
+        return gather(values, sizes, device, name, lengths)
 
     args, kwargs = payloads[0]
     joined = {key: join(values) for key, values in _values_by_argument(payloads).items()}

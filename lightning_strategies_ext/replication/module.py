@@ -5,6 +5,7 @@ Unlike that class, it also runs on the CPU, weights results by the sizes of the 
 batch once. The arguments are checked for the strategies of both the Trainer and Fabric.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,11 +21,12 @@ from torch.nn.parameter import is_lazy
 from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.replication.context import ReplicaContext, ReplicaStep
-from lightning_strategies_ext.replication.gathering import denominator_of, gather
+from lightning_strategies_ext.replication.denominators import denominator_of
+from lightning_strategies_ext.replication.gathering import gather
 from lightning_strategies_ext.replication.lockstep import Lockstep
 from lightning_strategies_ext.replication.number_scopes import NumberScopes
 from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
-from lightning_strategies_ext.replication.splitting import BatchPart, split, split_like
+from lightning_strategies_ext.replication.splitting import BatchPart, count_samples, split, split_like
 
 #: Function that splits a batch into at most the given number of parts, and returns them with their numbers of samples.
 Scatter = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -66,6 +68,7 @@ class ReplicatedModule(DataParallel[Module]):
         self._sync_batchnorm = sync_batchnorm
         self._replicas = Replicas(module, devices, sync_batchnorm)
         self._number_scopes = NumberScopes(len(devices))
+        self._is_running = False
         self._lockstep: Lockstep | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
@@ -79,6 +82,11 @@ class ReplicatedModule(DataParallel[Module]):
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
+        if self._scatter is not None and kwargs and not args:
+            raise ValueError(
+                f"`scatter` splits the first positional argument of the module, but the call has only keyword arguments"
+                f" ({', '.join(kwargs)}). Pass the batch as a positional argument."
+            )
         if self._scatter is not None and args:  # `run` splits the first argument, and the others like it
             return self.run(method, *args, **kwargs)
         if not args and not kwargs:  # nothing to split: one replica
@@ -109,10 +117,10 @@ class ReplicatedModule(DataParallel[Module]):
         scattered = check_parts(self._scatter(batch, len(self._devices)), len(self._devices))
         others = split_like((args, kwargs), [size for _, size in scattered], "inputs")
         calls = [
-            BatchPart(((value, *args), kwargs), size)
-            for (value, size), (args, kwargs) in zip(scattered, others, strict=True)
+            BatchPart(((value, *positional), named), size)
+            for (value, size), (positional, named) in zip(scattered, others, strict=True)
         ]
-        return self._run_parts(method, calls)
+        return self._run_parts(method, calls, [count_samples_or(size, value) for value, size in scattered])
 
     def close(self) -> None:
         """Stops the threads; the next call starts new ones."""
@@ -120,12 +128,32 @@ class ReplicatedModule(DataParallel[Module]):
             self._finalizer()
         self._lockstep = self._finalizer = None
 
-    def _run_parts(self, method: str, parts: Sequence[BatchPart]) -> Any:
-        """Calls a method of each replica with the arguments in its part, and gathers the results."""
+    def _run_parts(self, method: str, parts: Sequence[BatchPart], lengths: Sequence[int] | None = None) -> Any:
+        """Calls a method of each replica with the arguments in its part, and gathers the results.
+
+        Args:
+            method: Name of the method.
+            parts: Arguments of each replica.
+            lengths: Number of entries of lists with one entry per sample; the parts' numbers of samples if None.
+        """
+        if self._is_running:
+            raise RuntimeError(
+                "A step calls the module that runs on replicas, from within a replica. Call `self(...)` or a method of"
+                " `self`, which is the replica's own module."
+            )
+        self._is_running = True
+        try:
+            return self._run_replicas(method, parts, lengths)
+        finally:
+            self._is_running = False
+
+    def _run_replicas(self, method: str, parts: Sequence[BatchPart], lengths: Sequence[int] | None) -> Any:
         root_device = self._devices[0]
         sizes = [part.num_samples for part in parts]
         lockstep, replicas = self._get_lockstep(), self._replicas
-        step = ReplicaStep(lockstep, root_device, sizes, self._number_scopes, replicas.check_writes, replicas.refresh)
+        step = ReplicaStep(
+            lockstep, root_device, sizes, self._number_scopes, replicas.check_writes, replicas.refresh, lengths
+        )
         for participant, device, part in zip(lockstep.participants, self._devices, parts, strict=False):
             step.contexts.append(ReplicaContext(step, participant, device, part.num_samples))
         try:
@@ -143,7 +171,8 @@ class ReplicatedModule(DataParallel[Module]):
             replicas.merge_changes(sizes)
         finally:
             replicas.release()
-        return gather(outputs, sizes, root_device, "module(...)" if method == "__call__" else f"{method}(...)")
+        name = "module(...)" if method == "__call__" else f"{method}(...)"
+        return gather(outputs, sizes, root_device, name, lengths)
 
     def _get_lockstep(self) -> Lockstep:
         if self._lockstep is None:
@@ -154,6 +183,7 @@ class ReplicatedModule(DataParallel[Module]):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **self.__dict__,
+            "_is_running": False,
             "_lockstep": None,
             "_finalizer": None,
             "_number_scopes": NumberScopes(len(self._devices)),  # its keys contain ids of metrics, which change
@@ -206,23 +236,41 @@ def check_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
         TypeError: If the result is not a sequence of pairs.
         ValueError: If it has no parts or too many, or a number of samples is negative.
     """
-    if not isinstance(parts, Sequence) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts
-    ):
+    if not isinstance(parts, Sequence) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in parts):
         raise TypeError(
             "`scatter` must return a list of pairs, each with a part of the batch and its number of samples; it"
             f" returned {type(parts).__name__}."
         )
+    sizes = [_to_int(size) for _, size in parts]
+    for (_, size), integer in zip(parts, sizes, strict=True):
+        if integer is None:
+            raise TypeError(f"`scatter` must return the number of samples of each part as an integer, not {size!r}.")
     if not 0 < len(parts) <= num_replicas:
         raise ValueError(
             f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return at most one part per replica."
         )
-    if any(size < 0 for _, size in parts):
+    counts = [size for size in sizes if size is not None]
+    if any(size < 0 for size in counts):
         raise ValueError(
-            f"`scatter` returned negative numbers of samples: {[size for _, size in parts]}. Return the number of"
-            " samples of each part."
+            f"`scatter` returned negative numbers of samples: {counts}. Return the number of samples of each part."
         )
-    return [(value, size) for value, size in parts]
+    return [(value, size) for (value, _), size in zip(parts, counts, strict=True)]
+
+
+def _to_int(number: Any) -> int | None:
+    """Returns an integer, NumPy integer, or integer tensor of one element as an int; None for other values."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
+
+
+def count_samples_or(default: int, part: Any) -> int:
+    """Returns the number of samples of a part that a ``scatter`` function returned, or a default if it is unknown."""
+    try:
+        return count_samples(part)
+    except ValueError:
+        return default
 
 
 def check_can_be_replicated(module: Module, num_replicas: int) -> None:

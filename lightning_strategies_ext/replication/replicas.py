@@ -10,6 +10,7 @@ tensors in attributes, are errors (:mod:`.shared_tensors`).
 
 from collections.abc import Callable, Sequence
 from copy import copy as copy_container
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_strategies_ext.replication.merging import (
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
 from lightning_strategies_ext.replication.shared_tensors import (
     CONTAINERS,
+    MAX_INSPECTED_LENGTH,
     SharedTensorGuard,
     entries_of,
     has_renormalized_weight,
@@ -109,7 +111,7 @@ class Replicas:
             self._guard.snapshot()
 
     def merge_changes(self, sizes: Sequence[int]) -> None:
-        """Merges the changes of the replicas into the module, and drops the replicas.
+        """Merges the changes of the replicas into the module.
 
         Args:
             sizes: Number of samples of each replica.
@@ -117,10 +119,11 @@ class Replicas:
         Raises:
             RuntimeError: If changes cannot be merged.
         """
+        merged: set[int] = set()
         for index, original in enumerate(self._originals):
             copies, containers = [copies[index] for copies in self._copies], self._containers.get(original, ())
             try:
-                merge_module(original, copies, containers, sizes, self._devices[0])
+                merge_module(original, copies, containers, sizes, self._devices[0], merged)
             except UnmergeableError as error:
                 raise RuntimeError(
                     f"A step changed {error} of {type(original).__name__} differently in each replica, but only one of"
@@ -130,7 +133,6 @@ class Replicas:
                     " statistics keeps the first replica's value if its name begins with `running_`. If a module needs"
                     " this state in each replica, use `strategy='ddp_ext'`."
                 ) from None
-        self.release()
 
     def release(self) -> None:
         """Drops the references to the replicas."""
@@ -176,6 +178,7 @@ class Replicas:
     def _copy(self, context: ReplicaContext) -> list[ModuleCopy]:
         """Returns a copy of each module for a replica, in the order of the originals."""
         modules = [shallow_copy(original) for original in self._originals]
+        copied_containers: dict[int, Any] = {}
         counterparts = dict(zip(self._originals, modules, strict=True))
         for original, module in counterparts.items():
             attributes = module.__dict__
@@ -194,7 +197,7 @@ class Replicas:
                 if isinstance(method.__self__, Module) and method.__self__ in counterparts:
                     attributes[name] = MethodType(method.__func__, counterparts[method.__self__])
             for name in self._containers.get(original, ()):
-                attributes[name] = copy_for_replica(original.__dict__[name], context)
+                attributes[name] = copy_for_replica(original.__dict__[name], context, copied_containers)
             if context.device != self._devices[0]:
                 user_modules.set_device(module, context.device)
             if isinstance(original, LightningModule):
@@ -202,7 +205,13 @@ class Replicas:
             elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:
                 attributes["forward"] = create_whole_batch_forward(original, context)
         return [
-            ModuleCopy(module, module.__dict__.copy(), buffers_to_compare(module) if module._buffers else {})
+            ModuleCopy(
+                module,
+                attributes_before=module.__dict__.copy(),
+                parameters_before=module._parameters.copy(),
+                submodules_before=module._modules.copy(),
+                buffers_before=buffers_to_compare(module, context.index == 1) if module._buffers else {},
+            )
             for module in modules
         ]
 
@@ -225,6 +234,7 @@ class Replicas:
                         # recurrent modules; the entry in the dict makes `parameters()` return it.
                         setattr(copy.module, name, tensor)
                         copy.module._parameters[name] = tensor  # type: ignore[assignment]
+                        copy.parameters_before[name] = tensor
                 # Attributes that this loop sets are not changes of the step.
                 copy.attributes_before.update(
                     (name, value)
@@ -286,19 +296,34 @@ def copy_to_devices(parameters: Sequence[Parameter], devices: Sequence[torch.dev
     return [[parameter.to(device) for parameter in parameters] for device in devices]
 
 
-def copy_for_replica(value: Any, context: ReplicaContext) -> Any:
-    """Returns a copy of a container for a replica, with proxies of metrics; other values are returned unchanged."""
+def copy_for_replica(value: Any, context: ReplicaContext, copies: dict[int, Any]) -> Any:
+    """Returns a copy of a container for a replica, with proxies of metrics; other values are returned unchanged.
+
+    Args:
+        value: Container, metric, or any other value.
+        context: Context of the replica.
+        copies: Copies of this replica so far, by the id of the container. Containers that are the same object, also
+            within themselves, have the same copy.
+    """
     if is_metric(value):
         return ReplicaMetric(value, context)
     kind = type(value)
     if kind not in CONTAINERS:
         return value
-    copied = {key: new for key, entry in entries_of(value) if (new := copy_for_replica(entry, context)) is not entry}
+    if id(value) in copies:
+        return copies[id(value)]
     if kind is tuple:
-        return tuple(copied.get(i, entry) for i, entry in enumerate(value)) if copied else value
-    result = copy_container(value)
-    for key, entry in copied.items():
-        result[key] = entry
+        parts = (
+            [copy_for_replica(entry, context, copies) for entry in value]
+            if len(value) <= MAX_INSPECTED_LENGTH
+            else value
+        )
+        result = value if all(map(is_, parts, value)) else tuple(parts)
+        return copies.setdefault(id(value), result)  # a cycle through this tuple has copied it already
+    result = copies[id(value)] = copy_container(value)
+    for key, entry in entries_of(value):
+        if (new := copy_for_replica(entry, context, copies)) is not entry:
+            result[key] = new
     return result
 
 

@@ -82,22 +82,29 @@ def version_of(value: Any) -> int:
         return 0
 
 
-def tensors_in(value: Any, path: str, checked: Set[int]) -> Iterator[tuple[Any, str]]:
+def tensors_in(
+    value: Any, path: str, checked: Set[int], outer_containers: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, str]]:
     """Yields the tensors and arrays in an attribute, each with its path.
 
     Args:
         value: Value of the attribute.
         path: Path of the attribute in messages, such as ``self.teachers``.
         checked: Ids of modules and parameters that are checked separately, and therefore left out.
+        outer_containers: Containers that contain the value. A container within itself is left out.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         if id(value) not in checked:
             yield value, path
     elif type(value) in CONTAINERS:
+        if any(value is container for container in outer_containers):
+            return
+        outer_containers = (*outer_containers, value)
         is_small_set = type(value) is set and len(value) <= MAX_INSPECTED_LENGTH
         for key, entry in ((..., entry) for entry in value) if is_small_set else entries_of(value):
             if type(entry) not in _TYPES_WITHOUT_TENSORS:  # this check is faster than formatting a path
-                yield from tensors_in(entry, f"{path}{{...}}" if is_small_set else f"{path}[{key!r}]", checked)
+                entry_path = f"{path}{{...}}" if is_small_set else f"{path}[{key!r}]"
+                yield from tensors_in(entry, entry_path, checked, outer_containers)
     elif isinstance(value, Module) and not is_metric(value):
         for module_path, module in value.named_modules(prefix=path):
             if id(module) not in checked and not is_metric(module):

@@ -1,6 +1,8 @@
 """Functions in lockstep run an action once or raise an error, sequentially and concurrently, and never deadlock."""
 
+import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -168,3 +170,45 @@ def test_a_failure_after_a_nested_action_unwinds_all(lockstep):
         with pytest.raises(ValueError, match="bad"):
             run(lockstep, function)
         assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
+
+
+def test_functions_that_catch_every_exception_end_once(lockstep):
+    calls = []
+
+    def function(participant):
+        calls.append(participant.index)
+        if participant.index == 1:
+            raise ValueError("first")
+        with suppress(BaseException):  # as a bare `except`
+            participant.run_once("sum", sum, 1)
+        with suppress(BaseException):
+            participant.run_once("sum", sum, 1)
+
+    with pytest.raises(ValueError, match="first"):
+        run(lockstep, function)
+    assert sorted(calls) in ([0, 1], [0, 1, 2])
+    assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
+
+
+def test_threads_start_again_after_a_failure_in_a_closed_lockstep(lockstep):
+    run(lockstep, lambda participant: participant.run_once("sum", sum, 1))
+    lockstep.close()
+    assert not any(participant.is_running for participant in lockstep.participants)
+    with pytest.raises(ZeroDivisionError):
+        run(lockstep, lambda participant: 1 // participant.index)  # fails before threads start
+    assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_the_exception_of_an_action_names_no_replica(lockstep):
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(
+            lockstep,
+            lambda participant: participant.run_once("division", lambda payloads: 1 // 0),
+        )
+    assert not getattr(caught.value, "__notes__", ())
+
+
+def test_requests_with_different_keys_diverge(lockstep):
+    with pytest.raises(RuntimeError, match="replica 2 waits in sum, each of another object"):
+        run(lockstep, lambda participant: participant.run_once("sum", sum, 1, participant.index))

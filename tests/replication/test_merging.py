@@ -1,0 +1,166 @@
+"""Changes that replicas make to a module in one call equal those of one call with the whole batch, or are errors."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_strategies_ext.replication.module import ReplicatedModule
+
+BATCH = torch.arange(6.0).reshape(6, 1)
+
+
+class Changing(nn.Module):
+    """A module whose forward pass runs a function that changes the module."""
+
+    def __init__(self, change, **attributes):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.change = change
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, rows):
+        self.change(self, rows)
+        return self.layer(rows)
+
+
+def run(change, num_replicas=3, **attributes):
+    """Returns a module after one call of its replicas."""
+    module = Changing(change, **attributes)
+    call_replicas(module, num_replicas)
+    return module
+
+
+def call_replicas(module, num_replicas):
+    replicated = ReplicatedModule(module, [torch.device("cpu")] * num_replicas)
+    try:
+        replicated(BATCH)
+    finally:
+        replicated.close()
+
+
+def append_by_label(module, rows):
+    for row in rows.flatten().tolist():
+        module.by_label[row // 4].append(row)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("labels", [[], [0.0], [0.0, 1.0], list(range(64))], ids=len)
+def test_new_keys_of_some_replicas_in_a_defaultdict_are_merged(num_replicas, labels):
+    by_label = defaultdict(list, {label: [-1.0] for label in labels})
+    module = run(append_by_label, num_replicas, by_label=by_label)
+    old = {label: [-1.0] for label in labels}
+    assert module.by_label == {**old, 0.0: [*old.get(0.0, []), 0, 1, 2, 3], 1.0: [*old.get(1.0, []), 4, 5]}
+
+
+def test_an_entry_that_replaces_a_container_is_kept():
+    assert run(lambda module, rows: module.state.update(entry=5), state={"entry": []}).state == {"entry": 5}
+    with pytest.raises(RuntimeError, match=r"changed `self.state\['entry'\]` of Changing"):
+        run(lambda module, rows: module.state.update(entry=rows.sum().item()), state={"entry": []})
+
+
+def test_one_list_under_two_names_is_merged_once():
+    rows, child = [], nn.Identity()
+    child.rows = rows
+
+    def append(module, batch):
+        module.one.extend(batch.flatten().tolist())
+        assert module.one is module.two is module.child.rows is module.by_name["rows"]
+
+    module = run(append, one=rows, two=rows, by_name={"rows": rows}, child=child)
+    assert module.one is module.two is child.rows
+    assert rows == [0, 1, 2, 3, 4, 5]
+
+
+def cyclic_list():
+    value = []
+    value.append(value)
+    return value
+
+
+def cyclic_dict():
+    value = {"rows": [], "pair": ()}
+    value["pair"] = (value, [])
+    return value
+
+
+def test_containers_that_contain_themselves():
+    assert run(lambda module, rows: module.cyclic.append(len(rows)), cyclic=cyclic_list()).cyclic[1:] == [2, 2, 2]
+    module = run(lambda module, rows: module.cyclic["rows"].append(len(rows)), cyclic=cyclic_dict())
+    assert module.cyclic["rows"] == [2, 2, 2]
+    assert module.cyclic["pair"][0] is module.cyclic
+
+
+def count_in_place(module, rows):
+    module.seen += len(rows)
+
+
+def count_by_label(module, rows):
+    module.seen += torch.bincount((rows.flatten() % 2).long(), minlength=len(module.seen))
+
+
+def count_again(module, rows):
+    module.seen = module.seen + 2 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("count", "seen"),
+    [
+        (count_in_place, torch.tensor(4)),
+        (count_in_place, torch.tensor([[1], [1]])),
+        (count_in_place, torch.tensor(0.0)),
+        (count_by_label, torch.tensor([4, 4])),
+        (count_again, torch.tensor(0)),
+    ],
+)
+def test_buffers_that_count_samples_are_rejected(count, seen):
+    with pytest.raises(RuntimeError, match=r"the buffer `self\.seen`"):
+        run(count, seen=seen)  # each part has 2 samples
+
+
+def test_a_buffer_that_counts_steps_is_kept():
+    def count(module, rows):
+        module.steps += 1
+
+    assert run(count, steps=torch.tensor(3)).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda module, rows: setattr(module, "layer", nn.Linear(1, 1)), "submodule `self.layer`"),
+        (lambda module, rows: setattr(module, "other", nn.Linear(1, 1)), "submodule `self.other`"),
+        (lambda module, rows: setattr(module.layer, "weight", nn.Parameter(torch.ones(1, 1))), "parameter `self.wei"),
+        (lambda module, rows: setattr(module.layer, "bias", None), "parameter `self.bias`"),
+        (lambda module, rows: delattr(module.layer, "bias"), "parameter `self.bias`"),
+    ],
+)
+def test_parameters_and_submodules_that_a_step_sets_are_rejected(change, name):
+    class Last(Changing):
+        def forward(self, rows):
+            result = self.layer(rows)
+            change(self, rows)
+            return result
+
+    with pytest.raises(RuntimeError, match=name):
+        call_replicas(Last(None), 2)
+
+
+@pytest.mark.parametrize("value", [3, [1], torch.zeros(1)], ids=["number", "list", "buffer"])
+def test_an_attribute_that_all_replicas_delete_is_deleted(value):
+    assert not hasattr(run(lambda module, rows: delattr(module, "value"), value=value), "value")
+
+
+@pytest.mark.parametrize("value", [3, [1], torch.zeros(1)], ids=["number", "list", "buffer"])
+def test_an_attribute_that_one_replica_deletes_is_rejected(value):
+    def delete(module, rows):
+        if rows[0] == 0:
+            del module.value
+
+    with pytest.raises(RuntimeError, match=r"`self\.value`"):
+        run(delete, value=value)
