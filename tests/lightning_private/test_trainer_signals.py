@@ -11,13 +11,13 @@ import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from packaging.version import Version
 
 from lightning_strategies_ext._lightning import trainer_signals
 from tests.lightning_private.trainers import Record, in_own_process, single_process_trainer
-from tests.support.models import MLP, loader, make_trainer
+from tests.support.models import MLP, NUM_CLASSES, loader, make_trainer
 from tests.support.ranks import run_ranks
 from tests.support.slurm import variables_of_job, variables_of_task
 
@@ -258,3 +258,27 @@ def test_the_end_of_a_step_is_recorded_unless_should_stop_is_set() -> None:
 class StopsInTheSecondStep(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 1
+
+
+def test_the_last_epoch_of_weight_averaging_is_without_training() -> None:
+    found: list[bool] = []
+
+    class RecordEpochs(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            found.append(trainer_signals.is_without_training(trainer))
+
+    module = MLP()
+    module.net.append(torch.nn.BatchNorm1d(NUM_CLASSES))  # without batch normalization, there is no such epoch
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, annealing_epochs=1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        limit_train_batches=1,
+        callbacks=[averaging, RecordEpochs()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader())
+    assert found == [False, False, False, True]
