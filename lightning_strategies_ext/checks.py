@@ -106,8 +106,8 @@ def check_fabric_checks(checks: Any) -> ChecksOptions:
     options = check_checks(checks)
     if replace(options, check_collectives=False) != ChecksOptions():
         raise ValueError(
-            f"`checks={options}`: Fabric supports only the field `check_collectives`, because the loop is yours: it has"
-            " the losses and the epochs. Omit the other fields, or use the Trainer."
+            f"`checks={options}`: Fabric supports only the field `check_collectives`, because losses and epochs belong"
+            " to your training loop. Omit the other fields, or use the Trainer."
         )
     return options
 

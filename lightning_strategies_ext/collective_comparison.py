@@ -3,12 +3,15 @@
 Before each collective of this package, and each that other code starts with torch.distributed, every rank sends its
 description and its call site to all other ranks. If the descriptions differ, every rank raises an error that names the
 collectives and the call sites. With the Trainer, ranks compare the exchange of gradients once per backward pass, and
-not the collectives that DDP starts. Fabric does not count batches, so DDP's collectives are compared.
+not the collectives that DDP starts. Fabric does not count batches, so DDP's collectives are compared. Gradients that
+this package exchanges itself, over ``shm`` or compressed, are not; ``shm`` compares them in any case.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,14 +39,17 @@ def compare_collectives(context: StageContext, *, has_batches: bool) -> Callable
         Function that ends the comparison.
     """
     collectives = context.collectives
+    own = threading.local()
 
     def compare(operation: str, tensor: Tensor | None = None, group: Any = None) -> None:
+        if getattr(own, "is_comparing", False):  # the comparison is a collective, too
+            return
         what = operation if tensor is None else f"{operation} of {describe_tensor(tensor)}"
-        collectives.compare = None  # the comparison is a collective, too
+        own.is_comparing = True
         try:
             _compare(collectives, what, group)
         finally:
-            collectives.compare = compare
+            own.is_comparing = False
 
     def compare_gradients() -> None:
         progress = context.batch_progress
@@ -70,6 +76,8 @@ def _compare(collectives: Collectives, what: str, group: Any) -> None:
         return
     own = _to_bytes(what) + _to_bytes(call_site_of_process())
     message = collectives._to_tensor(bytearray(own))
+    if group is not None and torch.device("cpu") in group._device_types:  # it may have no backend for this device
+        message = message.cpu()
     gathered = message.new_empty(collectives.world_size(group) * len(own))
     if group is None:
         collectives.start_all_gather(gathered, message, "comparison")()

@@ -239,10 +239,10 @@ def shut_down_connections(matches: Callable[[Any], bool]) -> None:
     """Shuts down connections of this process, so that waits at both ends fail.
 
     The connections are first shut down for receiving, so that gloo reads their end and closes them, and only then for
-    sending. If both happen at once, a message that gloo sends before it has read the end fails. gloo (torch 2.13) then
-    reports the error to pending operations, but not to the operation whose message has failed, which waits until the
-    timeout of the process group. With both at once, this happened in 86 of 3400 shutdowns during a loop of all-reduces;
-    in two steps, in 1 of 5600.
+    sending. If both directions are shut down at once, a message that gloo sends before it has read the end fails. gloo
+    (torch 2.13) then reports the error to pending operations, but not to the operation whose message has failed. That
+    operation waits until the timeout of the process group. With both directions at once, 86 of 3400 shutdowns during a
+    loop of all-reduces ended in this way; in two steps, 1 of 5600.
 
     Args:
         matches: Callable that returns whether to shut down a connection, which is as psutil describes it.

@@ -1,7 +1,7 @@
 """Attributes of callbacks that a rank that joins receives from another rank, in addition to their states in the commit.
 
-``setup`` hooks may have set them, such as the directory of checkpoints. They are numbers and strings, and may not be
-specific to a rank.
+``setup`` hooks may have set them, such as the directory of checkpoints. The attributes are numbers, strings, or None,
+and may not be specific to a rank.
 """
 
 from collections.abc import Sequence

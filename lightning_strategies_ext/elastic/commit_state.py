@@ -36,7 +36,7 @@ class _HostPickler(pickle.Pickler):
     """Pickler that stores all tensors as tensors of the CPU: a process that loads them may have other devices."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor) and obj.device.type != "cpu":
+        if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 

@@ -4,12 +4,12 @@ Lightning's training loop runs in one *world* after another, in the same process
 
     enter a world -> train -> a rank fails, or hosts join or leave -> leave the world -> enter the next -> ...
 
-Under torchrun there is one world per process: when a rank fails, torchrun terminates all ranks and restarts them; when
-the ranks agree to leave, ``fit`` raises on all of them, with the same effect.
+Under torchrun there is one world per process. When a rank fails, torchrun terminates and restarts all ranks. When the
+ranks agree to leave, ``fit`` raises on all ranks, and torchrun restarts them as well.
 
 - **Commit**: every n optimizer steps, at the start of an accumulation window, each rank copies its state
   (:mod:`.commit`).
-- **A rank fails**: the pending collectives of the other ranks fail within milliseconds, and all ranks leave the world.
+- **A rank fails**: the pending collectives of the other ranks fail soon, and all ranks leave the world.
 - **Hosts join or leave, or a rank gets a SIGTERM**: all ranks agree on a training step
   (:mod:`...failure.stop_agreement`; no step waits for the agreement), commit before it, and leave the world. No
   optimizer step is repeated.

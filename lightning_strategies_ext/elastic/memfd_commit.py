@@ -95,18 +95,22 @@ class CommitFile:
         """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.header, 0, _MAGIC, 0, -1, 0, 0)
 
+    def reserve(self, offset: int, num_bytes: int) -> None:
+        """Reserves memory at an offset.
+
+        Raises:
+            CommitTooLargeError: If there is too little memory.
+        """
+        _reserve(self.fd, offset, num_bytes)
+
     def finish_write(self, batches: int, offset: int, state: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
 
         Args:
             batches: Number of batches done.
             offset: Offset of the pickle, after the tensors, in bytes.
-            state: Pickle of the state without the tensors.
-
-        Raises:
-            CommitTooLargeError: If there is too little memory.
+            state: Pickle of the state without the tensors, for which memory is reserved.
         """
-        _reserve(self.fd, offset, len(state))
         num_written = 0
         while num_written < len(state):
             num_written += os.pwrite(self.fd, memoryview(state)[num_written:], offset + num_written)
@@ -257,6 +261,7 @@ class MemfdCommit(Commit):
         if memory is None or is_new:
             memory = CommitFile.create(end)
             self._views = memory.tensors(shared.placeholders)
+        memory.reserve(end, len(state))  # before the stored commit becomes incomplete
         memory.begin_write()
         copy_to_host(tensors, self._views, may_pin=False)
         memory.finish_write(shared.batches, end, state)

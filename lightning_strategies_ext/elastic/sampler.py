@@ -96,9 +96,8 @@ class ElasticSampler(Sampler[int]):
         """Returns the position of the ranks in the epoch, for a checkpoint."""
         num_batches_in_world = self._batches_done() - self.num_batches_before
         num_samples = self._num_samples_before + num_batches_in_world * self._batch_size * self._world_size
-        if num_batches_in_world >= num_batches(
-            self._num_remaining_of(0), self._batch_size
-        ):  # rank 0 has the most samples
+        most_batches = num_batches(self._num_remaining_of(0), self._batch_size)  # no rank has more samples than rank 0
+        if num_batches_in_world >= most_batches:
             num_samples = self._num_samples
         return {"epoch": self._epoch, "samples": num_samples, "batches": self.num_batches_before + num_batches_in_world}
 

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 #: Time for which a rank waits for its rank in the next world before it saves a checkpoint, in seconds. The membership
 #: service assigns ranks immediately if there are enough of them.
 SAVE_AFTER_S = 5.0
+#: Interval of the checks whether another rank has saved a checkpoint, in seconds.
+_POLL_S = 0.05
 #: Time for which a rank that gets a SIGTERM still waits for its rank in the next world, in seconds. The membership
 #: service replies immediately that the rank is not needed any more, unless it has ended the job.
 SIGTERM_REPLY_TIMEOUT_S = 0.5
@@ -195,21 +197,28 @@ class WorldTransition:
     def _must_save(self, waited_s: float) -> bool:
         """Returns whether the commit is to be saved now, or has been saved by another rank.
 
-        The lowest running rank of each host saves it. The other ranks save it only if that rank has not done so after
-        the same time again: it may be in a validation, or stopped.
+        The lowest running rank of each host saves the commit. The other ranks save it only if that rank has not done so
+        after the same time again: it may be in a validation, or stopped.
         """
         if waited_s <= SAVE_AFTER_S:
             return False
+        return self._is_lowest_on_host or waited_s > 2 * SAVE_AFTER_S or self._was_saved_by_peer
+
+    @property
+    def _is_lowest_on_host(self) -> bool:
+        """Whether this rank is the lowest running rank of its host."""
         host = Peer.this_process(0).host
         local_peers = [member.peer for member in self._membership.members if member.peer.host == host]
-        lowest = next((peer.pid for peer in local_peers if peer.is_running()), None)
-        return lowest in (None, os.getpid()) or waited_s > 2 * SAVE_AFTER_S or self._was_saved_by_peer
+        return next((peer.pid for peer in local_peers if peer.is_running()), None) in (None, os.getpid())
 
     def _checkpoint_message(self) -> str:
         """Saves the commit, unless saved already, and returns a text that explains how to continue from it."""
         if self._commit.shared is None:
             return "It had no state to save yet."
         if self._checkpoint is None:
+            end = time.monotonic() + SAVE_AFTER_S
+            while not (self._is_lowest_on_host or self._was_saved_by_peer) and time.monotonic() < end:
+                time.sleep(_POLL_S)  # the job may end for all ranks, of which one saves the commit
             if not self._was_saved_by_peer:
                 self._strategy.checkpoint_io.save_checkpoint(self._commit.build_checkpoint(), self._checkpoint_path)
             self._checkpoint = self._checkpoint_path

@@ -9,7 +9,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -227,8 +227,7 @@ class ParallelStrategy(FabricParallelStrategy, ABC):
         assert self._stage_context.failure_monitor is not None
         self._stage_context.failure_monitor.set_step_source(lambda: "the loop under Fabric")
         if self._check_collectives:
-            self._stage_context.agreement = ExitStack()
-            self._stage_context.agreement.callback(compare_collectives(self._stage_context, has_batches=False))
+            compare_collectives(self._stage_context, has_batches=False)  # until the process exits
 
     def _fail_with(self, exception: BaseException) -> BaseException:
         explained = self.explain_exception(exception)

@@ -26,6 +26,10 @@ class NativeLibraryError(Exception):
     """Raised when no native library is available. The message states why."""
 
 
+class CompilerError(NativeLibraryError):
+    """Raised when the compiler rejects the sources or its options, as it would again."""
+
+
 def command() -> list[str]:
     """Returns the command of the C compiler: the environment variable ``CC``, else the first usual name that exists.
 
@@ -48,7 +52,8 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
         environment: Environment variables of the compiler; those of this process if None.
 
     Raises:
-        NativeLibraryError: If the compiler does not run, or fails.
+        CompilerError: If the compiler fails.
+        NativeLibraryError: If the compiler does not run, or a signal has killed it.
     """
     parts = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES)]
     try:
@@ -58,7 +63,8 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeLibraryError(f"{compiler[0]} does not run ({error})") from error
     if done.returncode:
-        raise NativeLibraryError(f"{compiler[0]} fails: {_last_lines(done.stderr.strip()) or done.returncode}")
+        kind = CompilerError if done.returncode > 0 else NativeLibraryError  # a signal may have killed it
+        raise kind(f"{compiler[0]} fails: {_last_lines(done.stderr.strip()) or done.returncode}")
 
 
 def _last_lines(text: str) -> str:

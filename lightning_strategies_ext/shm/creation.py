@@ -128,8 +128,9 @@ def _share_memory(
         free_num_bytes = space.f_bavail * space.f_frsize
         too_large = f"{size * num_bytes} bytes are more than half of the free space in {DIRECTORY}"
         own_fd, problem = -1, too_large
-        # Ranks that measure later see less free space. Memory that exceeds it is more than half of it before.
-        if size * num_bytes <= free_num_bytes:
+        # Ranks that measure later see less free space: the last one still this much, if the memory of all ranks is half
+        # of the free space before.
+        if (size + 1) * num_bytes <= free_num_bytes:
             own_fd, problem = _try_to_create(num_bytes, rank, opened)
         announced = rendezvous.announce({"problem": problem, "free": free_num_bytes}, deadline)
         problem = next((info["problem"] for info in announced if info["problem"]), "")

@@ -203,8 +203,8 @@ class OperationExecutor:
             if self._queue and self._try_to_finish(self._queue[0], until):
                 completed = self._queue[0]
         except BaseException as raised:  # such as Ctrl-C of the user, at any line
-            completed = self._queue[0]
-            if not completed.is_completed():  # otherwise a thread that waits for it would never return
+            completed = self._queue[0] if self._queue else None
+            if completed is not None and not completed.is_completed():  # a thread may wait for it
                 self._fail_group(f"{completed.name}: {str(raised) or type(raised).__name__}")
                 completed.end(DistBackendError(f"{self._broken}."))
             raise

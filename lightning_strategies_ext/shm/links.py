@@ -37,7 +37,7 @@ ROUND, LEFT, BROKEN, WAKE, MISMATCH = range(5)
 #: Maximum number of bytes of a text in a message.
 _TEXT_NUM_BYTES: Final = 4000
 _HEADERS: Final = {kind: HEADER.pack(kind, 0, 0, 0, 0, 0) for kind in (LEFT, BROKEN, MISMATCH)}
-_SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+_SEND_FLAGS: Final = getattr(socket, "MSG_DONTWAIT", 0) | getattr(socket, "MSG_NOSIGNAL", 0)  # 0 on Windows
 #: poll(2) takes milliseconds as an int, which overflows after 24 days.
 _LONGEST_POLL_S: Final = 86_400.0
 

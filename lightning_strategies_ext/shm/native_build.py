@@ -18,14 +18,12 @@ from typing import Final, NamedTuple
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
-from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NativeLibraryError
+from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, CompilerError, NativeLibraryError
 
 #: Environment variable; with the value 0, Python code replaces the native library.
 NATIVE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_NATIVE"
 #: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
-
-
 #: Errors of compilers, by their commands. A compiler that fails runs once in a process, not once per process group.
 _problems: dict[tuple[str, ...], str] = {}
 
@@ -76,7 +74,7 @@ def _compile(cached: Path | None, uncached_reason: str) -> Library:
     if key not in _problems:
         try:
             return _compile_with(command, cached, uncached_reason)
-        except NativeLibraryError as error:
+        except CompilerError as error:
             _problems[key] = str(error)
     raise NativeLibraryError(_problems[key])
 

@@ -155,7 +155,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         native = self._native
-        # Nearly all calls take this path. A large tensor evicts the path's code from the core's caches: it is short.
+        # Nearly all calls take this path. It is short, because a large tensor evicts its code from the core's caches.
         match args:
             case [[tensor], opts] if native is not None and type(opts) is dist.AllreduceOptions:
                 is_simple = is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous()

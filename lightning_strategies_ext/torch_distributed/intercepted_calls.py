@@ -3,7 +3,8 @@
 A replaced function of torch.distributed would break ``torch.compile``, and would miss names that were imported before.
 torch calls every process group of its own through operators of its dispatcher. While calls are intercepted, these
 operators have another kernel (:class:`torch.library.Library`), which calls the operator itself afterwards. torch calls
-``shm`` without the dispatcher; its methods are replaced meanwhile. No call has a cost before or after.
+``shm`` without the dispatcher; the methods of its process group are replaced during the interception. Before and after
+it, calls have no additional cost.
 
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` also compares calls, but it wraps a group when the group is created, and creates a
 second group for each. It compares neither reductions nor roots, ignores ``shm``, and names no line of the user's code.
@@ -76,7 +77,9 @@ def intercept_calls(before: Callable[[str, Any], None], excluded: Sequence[str])
 
     def intercept(name: str, args: Sequence[Any], group: Any, root: Any, frame: FrameType | None) -> None:
         caller, op = _caller_of(frame)
-        if not is_tracing() and not _is_in(caller, (_PACKAGE, *excluded)):
+        # Threads of autograd on GPUs, on which DDP exchanges gradients, have no Python frames.
+        is_excluded = _is_in(caller, (_PACKAGE, *excluded)) if caller else bool(excluded)
+        if not is_excluded and not is_tracing():
             before(_describe(name, args, op, root), group)
 
     _active.close()  # the calls of a strategy before this one
@@ -109,7 +112,7 @@ def _kernel(name: str, operator: Any, intercept: Callable[..., None]) -> Callabl
     def kernel(keyset: Any, *args: Any) -> Any:
         known = dict(zip(names, args, strict=False))  # arguments with their default value are omitted
         group = dist.ProcessGroup.unbox(known["process_group"])
-        intercept(name, args, group, known.get("root_rank"), sys._getframe(1))
+        intercept(name, args, group, known.get("root_rank"), sys._getframe().f_back)
         return operator.redispatch(keyset.remove(key), *args)
 
     return kernel
@@ -119,14 +122,17 @@ def _method(name: str, method: Callable[..., Any], intercept: Callable[..., None
     @functools.wraps(method)
     def intercepted(group: ShmProcessGroup, *args: Any, **kwargs: Any) -> Any:
         root = getattr(args[-1], "rootRank", None) if args else None
-        intercept(name, args, group, root, sys._getframe(1))
+        intercept(name, args, group, root, sys._getframe().f_back)
         return method(group, *args, **kwargs)
 
     return intercepted
 
 
 def _caller_of(frame: FrameType | None) -> tuple[str, Any]:
-    """Returns the module that has called torch.distributed, and the reduction of the function that it has called."""
+    """Returns the module that has called torch.distributed, and the reduction of the function that it has called.
+
+    The name is empty if the thread has no Python frame of another module.
+    """
     op: Any = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -146,7 +152,7 @@ def _describe(name: str, args: Sequence[Any], op: Any, root: Any) -> str:
     kind, index = _COLLECTIVES[name]
     text = f"torch.distributed's {kind}"
     if kind in ("all_reduce", "reduce", "reduce_scatter") and op is not None:
-        text += f" ({str(getattr(op, 'name', op)).rpartition('.')[2].lower()})"
+        text += f" ({_name_of(op)})"
     if root is not None:
         text += f" with root {root}"
     if index is None or len(args) < 2 or (kind in _UNEVEN and _differ(args[1 - index])):
@@ -155,5 +161,14 @@ def _describe(name: str, args: Sequence[Any], op: Any, root: Any) -> str:
     return f"{text} of {' and '.join(map(describe_tensor, tensors))}"
 
 
+def _name_of(op: Any) -> str:
+    if not isinstance(op, (str, dist.ReduceOp.RedOpType)):  # a ReduceOp, whose text has its address
+        op = next((known for known in dist.ReduceOp.RedOpType.__members__.values() if op == known), type(op).__name__)
+    return str(getattr(op, "name", op)).lower()
+
+
 def _differ(lists: Any) -> bool:
-    return isinstance(lists, (list, tuple)) and len({tensor.shape for part in lists for tensor in part}) > 1
+    """Returns whether the tensors of the ranks may differ: they do, or each tensor has those of all ranks."""
+    if isinstance(lists, Tensor):
+        return False
+    return any(isinstance(part, Tensor) for part in lists) or len({each.shape for part in lists for each in part}) > 1

@@ -346,14 +346,18 @@ def test_a_commit_that_does_not_fit_is_an_error():
 
 
 def test_a_commit_whose_other_state_does_not_fit_is_an_error(monkeypatch):
-    memory = CommitFile.create(tensor_offsets(PLACEHOLDERS)[1])
+    end = tensor_offsets(PLACEHOLDERS)[1]
+    memory = CommitFile.create(end)
+    memory.begin_write()
+    memory.finish_write(7, end, b"\x80\x04K\x01.")
 
     def fail(*args: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(CommitTooLargeError, match="There is no memory for a commit of 4099 bytes"):
-        memory.finish_write(7, 4096, b"abc")
+        memory.reserve(4096, 3)
+    assert (memory.batches, memory.read_state()) == (7, 1)
     memory.close()
 
 

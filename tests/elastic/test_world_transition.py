@@ -1,5 +1,6 @@
 """A rank that waits for its next world, without processes: which rank saves the commit, and the effect of a SIGTERM."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,7 +96,18 @@ def test_a_sigterm_while_waiting_saves_the_commit(tmp_path):
     request = LeaveRequest(requested_at=time.monotonic() - 60)
     with pytest.raises(TooFewRanksError, match="step 6 is saved"):
         wait(tmp_path, lambda on_wait: on_wait(0.1), request)
-    assert (tmp_path / "elastic-step=6.ckpt").exists()
+    assert (tmp_path / "elastic-step=6.ckpt").read_text() == "own"
+
+
+def test_at_the_end_of_a_job_only_the_lowest_rank_saves(tmp_path):
+    path = tmp_path / "elastic-step=6.ckpt"
+    lowest = threading.Timer(0.3, path.write_text, ["of the lowest rank"])
+    lowest.start()
+    request = LeaveRequest(requested_at=time.monotonic() - 60)
+    with pytest.raises(TooFewRanksError, match="step 6 is saved"):
+        wait(tmp_path, lambda on_wait: on_wait(0.1), request)
+    lowest.join()
+    assert path.read_text() == "of the lowest rank"
 
 
 def test_a_repeated_request_keeps_the_time_of_the_first(monkeypatch):
