@@ -75,6 +75,9 @@ class ReplicatedModule(DataParallel[Module]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with each part of the inputs, and gathers the results.
 
+        ``scatter`` splits the first positional argument. Without one, the rules of :mod:`.splitting` apply to the
+        keyword arguments.
+
         Raises:
             ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
@@ -82,11 +85,6 @@ class ReplicatedModule(DataParallel[Module]):
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
-        if self._scatter is not None and kwargs and not args:
-            raise ValueError(
-                f"`scatter` splits the first positional argument of the module, but the call has only keyword arguments"
-                f" ({', '.join(kwargs)}). Pass the batch as a positional argument."
-            )
         if self._scatter is not None and args:  # `run` splits the first argument, and the others like it
             return self.run(method, *args, **kwargs)
         if not args and not kwargs:  # nothing to split: one replica
@@ -163,6 +161,7 @@ class ReplicatedModule(DataParallel[Module]):
             ]
             outputs = lockstep.run(calls)
             step.end()
+            outputs = step.with_shared_results(outputs)
             if method == "training_step":
                 if step.other_batch_sizes is not None:
                     losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
