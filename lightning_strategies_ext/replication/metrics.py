@@ -300,7 +300,7 @@ def _base_metrics(metric: Any) -> Iterator[Metric]:
 
 
 def _lengths_of(payloads: Sequence[Arguments], step: ReplicaStep) -> Sequence[int] | None:
-    """Returns the numbers of entries of lists with one entry per sample; None if they are unknown for these replicas."""
+    """Returns the numbers of entries of lists with one entry per sample; None if they are unknown."""
     return step.lengths if len(payloads) == len(step.sizes) else None
 
 
