@@ -196,10 +196,11 @@ class ReplicaStep:
         if not any(context.sources for context in self.contexts):
             return list(values)
         tensors: dict[int, torch.Tensor] = {}
-        return [
-            replace_tensors(value, lambda tensor, of=context.source_of: tensors.setdefault(id(of(tensor)), tensor))
-            for context, value in zip(self.contexts, values, strict=True)
-        ]
+
+        def share(context: ReplicaContext, value: Any) -> Any:
+            return replace_tensors(value, lambda tensor: tensors.setdefault(id(context.source_of(tensor)), tensor))
+
+        return [share(context, value) for context, value in zip(self.contexts, values, strict=True)]
 
     def are_batch_weights(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
         """Returns whether weights belong to the whole batch, see :meth:`.NumberScopes.are_batch_weights`."""
