@@ -112,6 +112,7 @@ class ReplicaContext:
 
     def _record_sources(self, result: Any, received: Any) -> None:
         if isinstance(received, torch.Tensor):
+            self.step.has_copies = True
             self.sources[id(received)] = (received, result, None if received.is_inference() else received._version)
         elif is_collection(received):
             for part, copied in zip(parts_of(result), parts_of(received), strict=True):
@@ -150,6 +151,7 @@ class ReplicaStep:
             numbers, such as numbers of tokens.
         contexts: Contexts of the replicas.
         is_over: Whether all replicas have returned.
+        has_copies: Whether replicas have received copies of tensors in the results of actions.
         other_batch_sizes: Values of ``self.log(batch_size=...)`` in the replicas that are not in proportion to their
             numbers of samples, such as numbers of tokens; None if there are none.
     """
@@ -163,6 +165,7 @@ class ReplicaStep:
     lengths: Sequence[int] | None = None
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
+    has_copies: bool = False
     other_batch_sizes: list[float] | None = None
 
     def run_action(self, action: OnceAction, payloads: list[Any], changes_parameters: bool) -> Any:
@@ -193,8 +196,6 @@ class ReplicaStep:
 
         The mean of one tensor is exact; the mean of its copies may differ in the last bit.
         """
-        if not any(context.sources for context in self.contexts):
-            return list(values)
         tensors: dict[int, torch.Tensor] = {}
 
         def share(context: ReplicaContext, value: Any) -> Any:

@@ -161,7 +161,8 @@ class ReplicatedModule(DataParallel[Module]):
             ]
             outputs = lockstep.run(calls)
             step.end()
-            outputs = step.with_shared_results(outputs)
+            if step.has_copies:
+                outputs = step.with_shared_results(outputs)
             if method == "training_step":
                 if step.other_batch_sizes is not None:
                     losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
@@ -243,7 +244,10 @@ def check_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
     sizes = [_to_int(size) for _, size in parts]
     for (_, size), integer in zip(parts, sizes, strict=True):
         if integer is None:
-            raise TypeError(f"`scatter` must return the number of samples of each part as an integer, not {size!r}.")
+            raise TypeError(
+                "`scatter` must return a list of pairs, with the number of samples of each part as an integer, not"
+                f" {size!r}."
+            )
     if not 0 < len(parts) <= num_replicas:
         raise ValueError(
             f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return at most one part per replica."
