@@ -9,6 +9,7 @@ of list becomes a list. Attributes of a collection other than its parts are shar
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, MutableMapping
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,17 @@ def copy_data(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     return rebuild(value, list(map(copy_data, parts_of(value)))) if is_collection(value) else value
+
+
+def replace_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns a value with the result of a function for each tensor; the value itself if the results are the same."""
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if not is_collection(value):
+        return value
+    parts = parts_of(value)
+    replaced = [replace_tensors(part, replace) for part in parts]
+    return value if all(map(is_, parts, replaced)) else rebuild(value, replaced)
 
 
 def class_identity(cls: type) -> Hashable:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
-from lightning_strategies_ext.nested import copy_data, is_collection, parts_of
+from lightning_strategies_ext.nested import copy_data, is_collection, parts_of, replace_tensors
 from lightning_strategies_ext.replication.lockstep import Lockstep, Participant
 from lightning_strategies_ext.replication.number_scopes import NumberScopes
 
@@ -41,7 +41,8 @@ class ReplicaContext:
         num_samples: Number of samples in this replica's part of the batch.
         deferred: Actions that this replica has deferred.
         metric_calls: Number of this replica's calls of each metric, by the metric's id.
-        sources: This replica's copies of tensors in the results of actions, and their originals, by the copy's id.
+        sources: This replica's copies of tensors in the results of actions, by the copy's id, each with its original
+            and its version at the time of the copy.
     """
 
     step: "ReplicaStep"
@@ -50,12 +51,17 @@ class ReplicaContext:
     num_samples: int
     deferred: list[DeferredAction] = field(default_factory=list)
     metric_calls: Counter[int] = field(default_factory=Counter)
-    sources: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    sources: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
         """Index of this replica, from 0."""
         return self.participant.index
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only replica of the step, for a batch with one sample or without samples."""
+        return len(self.step.contexts) == 1
 
     def run_once(
         self,
@@ -86,6 +92,8 @@ class ReplicaContext:
         if returns_rows:
             result = result.narrow(0, sum(self.step.sizes[: self.index]), self.num_samples)
             return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
+        if self.is_alone:
+            return result  # it is on the root device
         if self.device == self.step.root_device:
             received = copy_data(result)  # a replica may write to its result in place
         else:
@@ -94,12 +102,18 @@ class ReplicaContext:
         return received
 
     def source_of(self, value: Any) -> Any:
-        """Returns the object that the value was copied from if it is a result of :meth:`run_once`, else the value."""
-        return self.sources[id(value)][1] if id(value) in self.sources else value
+        """Returns the original if the value is an unchanged copy of a result of :meth:`run_once`, else the value."""
+        if id(value) not in self.sources:
+            return value
+        copied, original, version = self.sources[id(value)]
+        if version is None:  # tensors that were created in inference mode have no version
+            return original if torch.equal(copied, original.to(copied.device)) else value
+        return original if copied._version == version else value
 
     def _record_sources(self, result: Any, received: Any) -> None:
         if isinstance(received, torch.Tensor):
-            self.sources[id(received)] = (received, result)
+            self.step.has_copies = True
+            self.sources[id(received)] = (received, result, None if received.is_inference() else received._version)
         elif is_collection(received):
             for part, copied in zip(parts_of(result), parts_of(received), strict=True):
                 self._record_sources(part, copied)
@@ -109,14 +123,14 @@ class ReplicaContext:
 
         The action runs once with the payloads of all replicas that used this key. If a replica uses a key several
         times, the action runs once for each use. After the step, for example in a hook of the backward pass, the action
-        runs immediately, for this replica only.
+        runs immediately, for this replica only. If there is only one replica, it always runs immediately.
 
         Args:
             key: Identifier that matches the deferred actions of different replicas.
             action: Action to run once.
             payload: Argument of this replica for the action, which the replica does not change afterwards.
         """
-        if self.step.is_over:
+        if self.step.is_over or self.is_alone:
             action([payload], [self.num_samples])
         else:
             self.deferred.append(DeferredAction(key, action, payload, self.num_samples))
@@ -137,6 +151,7 @@ class ReplicaStep:
             numbers, such as numbers of tokens.
         contexts: Contexts of the replicas.
         is_over: Whether all replicas have returned.
+        has_copies: Whether replicas have received copies of tensors in the results of actions.
         other_batch_sizes: Values of ``self.log(batch_size=...)`` in the replicas that are not in proportion to their
             numbers of samples, such as numbers of tokens; None if there are none.
     """
@@ -150,6 +165,7 @@ class ReplicaStep:
     lengths: Sequence[int] | None = None
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
+    has_copies: bool = False
     other_batch_sizes: list[float] | None = None
 
     def run_action(self, action: OnceAction, payloads: list[Any], changes_parameters: bool) -> Any:
@@ -174,6 +190,18 @@ class ReplicaStep:
                 uses[action.key] += 1
         for actions in matched.values():
             actions[0].action([each.payload for each in actions], [each.num_samples for each in actions])
+
+    def with_shared_results(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the value of each replica, with one tensor in place of the replicas' unchanged copies of one result.
+
+        The mean of one tensor is exact; the mean of its copies may differ in the last bit.
+        """
+        tensors: dict[int, torch.Tensor] = {}
+
+        def share(context: ReplicaContext, value: Any) -> Any:
+            return replace_tensors(value, lambda tensor: tensors.setdefault(id(context.source_of(tensor)), tensor))
+
+        return [share(context, value) for context, value in zip(self.contexts, values, strict=True)]
 
     def are_batch_weights(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
         """Returns whether weights belong to the whole batch, see :meth:`.NumberScopes.are_batch_weights`."""

@@ -12,6 +12,15 @@ _LOSS_REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
 _SHAPE_OPERATIONS = frozenset(
     f"{name}Backward0" for name in ("Clone", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze")
 ) | {"SqueezeBackward1", "SqueezeBackward2"}
+#: Names of operations of which each element of the result belongs to an element of the input.
+_ELEMENTWISE_OPERATIONS = _SHAPE_OPERATIONS | {
+    f"{name}Backward{index}"
+    for name in (
+        *("Abs", "Add", "Clamp", "Div", "Exp", "Log", "Log1P", "LogSigmoid", "Mul", "Neg"),
+        *("Pow", "Relu", "Rsub", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh", "ToCopy"),
+    )
+    for index in (0, 1)
+}
 
 
 def denominator_of(value: Any) -> Any:
@@ -33,9 +42,7 @@ def denominator_of(value: Any) -> Any:
     try:
         if node.name() in ("MeanBackward0", "MeanBackward1"):
             numel = getattr(node, "_saved_self_sym_numel", None)
-            (averaged, _), *_ = node.next_functions
-            is_selected = averaged is not None and averaged.name() in ("IndexBackward0", "MaskedSelectBackward0")
-            return Count(numel) if is_selected and numel is not None else numel
+            return Count(numel) if numel is not None and _reduces_selected(node) else numel
         if node.name() == "DivBackward0":
             if not _divides_sum(node) or node._saved_other.ndim:
                 return None
@@ -48,7 +55,10 @@ def denominator_of(value: Any) -> Any:
             return reduction
         if hasattr(node, "_saved_total_weight"):
             return node._saved_total_weight
-        return Count(node._saved_self.numel()) if hasattr(node, "_saved_self") else None
+        if not hasattr(node, "_saved_self"):
+            return None
+        numel = node._saved_self.numel()
+        return Count(numel) if _reduces_selected(node) else numel
     except RuntimeError:  # a backward pass has freed the saved values
         return None
 
@@ -65,6 +75,20 @@ def _reduction_of(value: Any) -> Any:
     return node
 
 
+def _reduces_selected(reduction: Any) -> bool:
+    """Returns whether the reduced elements were selected by a mask, and only elementwise operations follow.
+
+    Elements that are selected by integers may be entries of a constant list, such as one loss per task.
+    """
+    node = reduction.next_functions[0][0]
+    while node is not None and node.name() in _ELEMENTWISE_OPERATIONS:
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    if node is None or node.name() != "IndexBackward0":
+        return node is not None and node.name() == "MaskedSelectBackward0"
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in node._saved_indices)
+
+
 def _divides_sum(node: Any) -> bool:
     """Returns whether a division divides a plain sum by a constant."""
     (summed, _), (divided_by, _) = node.next_functions
@@ -74,15 +98,14 @@ def _divides_sum(node: Any) -> bool:
 def _was_python_number(divisor: torch.Tensor) -> bool:
     """Returns whether autograd has saved a Python number, which has a lower priority in type promotion."""
     small = torch.float16 if divisor.is_floating_point() else torch.int8
-    return torch.result_type(torch.zeros((), dtype=small), divisor) is small
+    return divisor.dtype is not small and torch.result_type(torch.zeros((), dtype=small), divisor) is small
 
 
 def drop_gradient_of_empty_mean(value: Any, count: torch.Tensor) -> None:
-    """Sets the gradient of a sum to 0 if it is divided by a count of 0: the gradient 0 divided by 0 would be NaN."""
+    """Sets the gradient that a division by a count of 0 sends to its sum to 0. It would be NaN: 0 divided by 0."""
     node = _reduction_of(value)
     if node is not None and node.name() == "DivBackward0" and _divides_sum(node):
-        summed = node.next_functions[0][0]
-        summed.register_prehook(lambda gradients: tuple(_zero_if_empty(gradient, count) for gradient in gradients))
+        node.register_hook(lambda inputs, outputs: tuple(_zero_if_empty(gradient, count) for gradient in inputs))
 
 
 def _zero_if_empty(gradient: torch.Tensor | None, count: torch.Tensor) -> torch.Tensor | None:

@@ -70,15 +70,16 @@ def patch_replica(replica: Any, original: Any, context: ReplicaContext) -> None:
         def action(payloads: list[LoggedValue], sizes: list[int]) -> None:
             values = [_unwrap(logged.value) for logged in payloads]
             denominators = [logged.denominator for logged in payloads]
-            if all(logged.source is payloads[0].source for logged in payloads):
-                values = values[:1] * len(values)  # one object of the whole batch
+            is_of_batch = all(logged.source is payloads[0].source for logged in payloads)
+            if is_of_batch:
+                values = values[:1] * len(values)
             given = [logged.batch_size for logged in payloads]
             weights = [size if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
             total = sum(weights)
             reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
             reduction = {"avg": "mean"}.get(reduction.lower(), reduction.lower())  # as Lightning does
             call_site, call, step = (id(original), name), f"`self.log({name!r}, ...)`", context.step
-            if reduction == "sum":
+            if reduction == "sum" and not (is_of_batch and isinstance(values[0], Tensor)):  # which is not added
                 step.warn_if_added_repeatedly(call_site, call, values, sizes)
             elif reduction == "mean" and batch_size is not None:
                 batch_sizes = [float(weight) for weight in weights]
@@ -124,8 +125,8 @@ class LoggedValue:
 
     Attributes:
         value: The value; a copy if it is a tensor.
-        source: Object that was passed, or on the root device the object that it was copied from. One object in all
-            replicas is a value of the whole batch.
+        source: Object that was passed; for a result of an action, the original of the copy. One tensor in all replicas
+            is a value of the whole batch.
         denominator: Result of :func:`.denominator_of`.
         batch_size: Argument of ``self.log``.
     """
@@ -252,6 +253,7 @@ class ReplicaScheduler(_SharedProxy):
                     return value_of_batch(values, list(map(denominator_of, values)), sizes, context.step.root_device)
                 return values[0]
 
+            payloads = context.step.with_shared_results(payloads)
             positional = [merge([given[i] for given, _ in payloads]) for i in range(len(args))]
             named = {key: merge([given[key] for _, given in payloads]) for key in kwargs}
             return scheduler.step(*positional, **named)

@@ -267,7 +267,6 @@ class Lockstep:
         try:
             self._resume_others(current, [RunFunction(function) for function in functions[1:]])
             values = [self._run_on_caller(current, 0, functions[0])]
-            self._check_not_failed()
             if self.is_sequential and len(self._rounds) == 1 and not current.has_synchronized:
                 return values + [self._run_on_caller(current, i, functions[i]) for i in range(1, len(functions))]
             events: list[Event] = [Returned(values[0]), *self._collect_events(current)]
@@ -284,12 +283,14 @@ class Lockstep:
     def _run_on_caller(self, current: LockstepRound, index: int, function: Callable[[], Any]) -> Any:
         current.caller_index = index
         try:
-            return function()
+            value = function()
         except AbortedError:
             raise
         except BaseException as exception:
             _add_replica_note(exception, index, current)
             raise
+        self._check_not_failed()
+        return value
 
     def _resume_others(self, current: LockstepRound, messages: list[Any]) -> None:
         """Sets the next messages of the threads. Sends them immediately, unless functions run sequentially."""

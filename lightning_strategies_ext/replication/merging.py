@@ -1,7 +1,8 @@
 """Merges the changes that replicas have made during a step into the module.
 
-Buffers: the module keeps the buffers of the first replica. An error is raised for a buffer that counts samples, and for
-a queue, into which each replica has written rows of its samples.
+Buffers: the module keeps the buffers of the first replica. An error is raised for integers that differ between
+replicas, and for a queue, into which each replica has written rows of its samples. A warning is logged for integers
+that may count samples.
 
 Attributes: the module receives the value, if all replicas have set equal values. Lists, dicts, sets, and deques are
 merged, if the result equals that of one step with the whole batch: entries that replicas append to a list, in order;
@@ -35,12 +36,28 @@ MISSING = object()
 #: Attributes that are merged separately, or not at all: the lists of weights of torch's recurrent modules.
 HANDLED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
 _MUTABLE = CONTAINERS - {tuple}
-#: Maximum number of integers in a buffer that is checked for equal counts of samples.
+_STRUCTURE_ADVICE = (
+    "Each replica changes its own copy of the module, and only one can be kept. Make the change in a hook that runs"
+    " once, such as `on_train_batch_start`."
+)
+#: Maximum number of integers in a buffer that is checked for equal counts of samples, and their types.
 _MAX_COUNTS = 4096
+_COUNT_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class UnmergeableError(Exception):
-    """Raised if changes of replicas cannot be merged. The message names the changed object."""
+    """Raised if changes of replicas cannot be merged. The message names the changed object.
+
+    Args:
+        name: The changed object.
+        action: What the step did with it.
+        advice: Reason and solution, if they are not those for changes that differ between replicas.
+    """
+
+    def __init__(self, name: str, action: str = "changed", advice: str | None = None) -> None:
+        super().__init__(name)
+        self.action = action
+        self.advice = advice
 
 
 @dataclass
@@ -53,6 +70,7 @@ class ModuleCopy:
         parameters_before: Parameters of the copy before the step.
         submodules_before: Submodules of the copy before the step.
         buffers_before: Buffers of the copy before the step, without running statistics.
+        buffer_names: Names of all buffers of the copy before the step.
     """
 
     module: Module
@@ -60,6 +78,7 @@ class ModuleCopy:
     parameters_before: dict[str, Any]
     submodules_before: dict[str, Any]
     buffers_before: dict[str, "BufferState"]
+    buffer_names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -92,7 +111,9 @@ def buffers_to_compare(module: Module, has_counts: bool) -> dict[str, BufferStat
     states = {}
     for name, buffer in module._buffers.items():
         if not name.startswith("running_") and name != "num_batches_tracked":
-            counts = buffer.clone() if has_counts and buffer is not None and _may_count(buffer) else None
+            counts = None
+            if has_counts and buffer is not None and buffer.dtype in _COUNT_TYPES and buffer.layout == torch.strided:
+                counts = buffer.clone() if 0 < buffer.numel() <= _MAX_COUNTS else None
             states[name] = BufferState(buffer, version_of(buffer), counts)
     return states
 
@@ -125,7 +146,8 @@ def merge_module(
                 continue
             for name in {**before, **now}:
                 if before.get(name, MISSING) is not now.get(name, MISSING):
-                    raise UnmergeableError(f"the {kind} `self.{name}`")
+                    action = "set" if name in now else "deleted"
+                    raise UnmergeableError(f"the {kind} `self.{name}`", action, _STRUCTURE_ADVICE)
     _merge_buffers(original, copies, sizes, device)
     changed: dict[str, None] = {}
     for copy in copies:
@@ -219,12 +241,15 @@ def warn_if_counts_samples(path: str, before: Any, after: Any, sizes: Sequence[i
         return
     counted = after - before if type(before) is int else after
     if counted > 0 and counted % sizes[0] == 0:
-        rank_zero_warn(
-            f"`{path}` has grown by {counted} in each of {len(sizes)} replicas, which have {sizes[0]} samples each."
-            " An attribute that all replicas set to the same value is set once: if it counts samples, it counts the"
-            " samples of only one replica. Count in `on_train_batch_end` or a similar hook, which receives the whole"
-            " batch."
-        )
+        _warn_of_count(path, counted, sizes)
+
+
+def _warn_of_count(path: str, growth: int, sizes: Sequence[int]) -> None:
+    rank_zero_warn(
+        f"`{path}` has grown by {growth} in each of {len(sizes)} replicas, which have {sizes[0]} samples each. An"
+        " attribute or buffer that all replicas set to the same value is set once: if it counts samples, it counts the"
+        " samples of only one replica. Count in `on_train_batch_end` or a similar hook, which receives the whole batch."
+    )
 
 
 def _merge_buffers(original: Module, copies: Sequence[ModuleCopy], sizes: Sequence[int], device: torch.device) -> None:
@@ -232,15 +257,18 @@ def _merge_buffers(original: Module, copies: Sequence[ModuleCopy], sizes: Sequen
         if _has_lost_writes(name, copies, sizes, device):
             raise UnmergeableError(f"the buffer `self.{name}`")
     buffers = [copy.module._buffers for copy in copies]
-    for name in [name for name in original._buffers if any(name not in named for named in buffers)]:
+    # Code that runs once may have registered other buffers, which the replicas lack.
+    for name in [name for name in copies[0].buffer_names if any(name not in named for named in buffers)]:
         if any(name in named for named in buffers):
             raise UnmergeableError(f"the buffer `self.{name}`")
-        del original._buffers[name]
+        original._buffers.pop(name, None)
     original._buffers.update(buffers[0])
 
 
 def _has_lost_writes(name: str, copies: Sequence[ModuleCopy], sizes: Sequence[int], device: torch.device) -> bool:
     """Returns whether the first replica's buffer lacks counts or rows that other replicas have written.
+
+    Warns if it may lack counts that are equal in all replicas.
 
     Only the other replicas are checked for writes, because the first uses the module's buffers, which hooks of an
     optimizer may have changed. Buffers of different shapes are caches whose size depends on the part of the batch.
@@ -259,23 +287,18 @@ def _has_lost_writes(name: str, copies: Sequence[ModuleCopy], sizes: Sequence[in
     if any(_is_count_or_queue(first, other, max(sizes)) for other in comparable):
         return True
     counts = before[1].counts if len(before) > 1 else None
-    return counts is not None and counts.shape == first.shape and _has_counted(counts.to(device), first, sizes)
+    if counts is not None and len(comparable) == len(others):
+        _warn_if_buffer_counts_samples(name, counts.to(device), first, sizes)
+    return False
 
 
-def _may_count(buffer: Tensor) -> bool:
-    """Returns whether a buffer may count samples: an integer or a few, or a floating-point number."""
-    if buffer.dtype == torch.bool or buffer.is_complex() or buffer.layout != torch.strided:
-        return False
-    return buffer.numel() == 1 or (buffer.numel() <= _MAX_COUNTS and not buffer.is_floating_point())
-
-
-def _has_counted(before: Tensor, after: Tensor, sizes: Sequence[int]) -> bool:
-    """Returns whether a buffer that is equal in all replicas has grown by a multiple of their number of samples."""
-    if len(set(sizes)) > 1 or sizes[0] < 2:
-        return False
-    counted = after - before
-    total = counted.sum().item()
-    return total > 0 and total % sizes[0] == 0 and bool((counted >= 0).all())
+def _warn_if_buffer_counts_samples(name: str, before: Tensor, after: Tensor, sizes: Sequence[int]) -> None:
+    """Warns if integers that are equal in all replicas have grown by their number of samples, each or in total."""
+    if len(set(sizes)) > 1 or sizes[0] < 2 or after.dtype not in _COUNT_TYPES or after.shape != before.shape:
+        return
+    growth = after.long() - before.long()
+    if (growth == sizes[0]).all() or (growth.sum() == sizes[0] and (growth >= 0).all()):
+        _warn_of_count(f"self.{name}", sizes[0], sizes)
 
 
 def _is_count_or_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
@@ -359,7 +382,7 @@ def _starts_with(values: list[Any], start: list[Any]) -> bool:
     if len(start) > MAX_INSPECTED_LENGTH:
         return _is_equal_container(values[: len(start)], start)
     return len(values) >= len(start) and all(
-        (type(before) is type(after) and type(before) in _MUTABLE) or _is_unchanged(before, after)
+        _is_merged(before, [after]) or _is_unchanged(before, after)
         for before, after in zip(start, values, strict=False)
     )
 

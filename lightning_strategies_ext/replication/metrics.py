@@ -100,8 +100,9 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Updates the metric with the arguments of all replicas at the same call. Deferred."""
         key = (Identity(self.__wrapped__), "update")
-        # The step may write to the arguments in place before the action runs.
-        self._self_context.defer(key, self._self_create_update("update"), copy_data((args, kwargs)))
+        # The step may write to the arguments in place before the action runs, except with one replica: it runs now.
+        arguments = (args, kwargs) if self._self_context.is_alone else copy_data((args, kwargs))
+        self._self_context.defer(key, self._self_create_update("update"), arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the metric with the arguments of all replicas, and returns its value for the whole batch."""
@@ -181,7 +182,7 @@ def update_for_batch(
     """
     device = step.root_device
     arguments = _values_by_argument(payloads)
-    lengths = step.lengths if len(payloads) == len(step.sizes) else None
+    lengths = _lengths_of(payloads, step)
     has_number = any(_has_number(values, lengths or sizes) for values in arguments.values())
     if len(payloads) == 1 and not (has_number and isinstance(metric, _MAY_USE_WEIGHTS)):
         args, kwargs = move_data_to_device(payloads[0], device)
@@ -225,11 +226,11 @@ def _update_arguments(
     if isinstance(metric, MeanMetric):
         return _mean_arguments(metric, payloads, sizes, step, call_index)
     device, num_replicas = step.root_device, step.number_scopes.num_replicas
-    arguments = _values_by_argument(payloads)
-    numbers = {key: values for key, values in arguments.items() if _has_number(values, sizes)}
+    arguments, lengths = _values_by_argument(payloads), _lengths_of(payloads, step)
+    numbers = {key: values for key, values in arguments.items() if _has_number(values, lengths or sizes)}
     has_rows = any(contains(values, is_array) for key, values in arguments.items() if key not in numbers)
     if has_rows and all(_is_setting(values) for values in numbers.values()):
-        return [_join(payloads, sizes, device, metric)]
+        return [_join(payloads, sizes, device, metric, lengths)]
     per_part = [move_data_to_device(payload, device) for payload in payloads]
     if len(payloads) == 1:
         return per_part
@@ -253,14 +254,14 @@ def _mean_arguments(
     metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: ReplicaStep, call_index: int
 ) -> Sequence[Arguments]:
     """Returns the arguments for a :class:`MeanMetric`, one entry per update."""
-    arguments, device = _values_by_argument(payloads), step.root_device
+    arguments, device, lengths = _values_by_argument(payloads), step.root_device, _lengths_of(payloads, step)
     values = arguments[0 if 0 in arguments else "value"]
     weights = arguments.get(1, arguments.get("weight"))
     has_rows = not all(map(_is_number, values))
     counts = [float(weight) for weight in weights] if weights and all(map(_is_number, weights)) else []
     # A constant fraction is a weight of each row; an integer may be the number of samples.
     if has_rows and (not counts or (len(set(counts)) == 1 and not counts[0].is_integer())):
-        return [_join(payloads, sizes, device, metric)]
+        return [_join(payloads, sizes, device, metric, lengths)]
     per_part = [move_data_to_device(payload, device) for payload in payloads]
     if not counts:
         if weights or len(per_part) == 1:
@@ -274,7 +275,9 @@ def _mean_arguments(
         weight = sum(counts)  # each row gets the total weight of all parts
     else:
         return per_part
-    mean_or_rows = gather(values, sizes, device, "values") if has_rows else weighted_mean(values, sizes, device)
+    mean_or_rows = (
+        gather(values, sizes, device, "values", lengths) if has_rows else weighted_mean(values, sizes, device)
+    )
     return [((mean_or_rows, weight), {})]
 
 
@@ -294,6 +297,11 @@ def _base_metrics(metric: Any) -> Iterator[Metric]:
         raise _number_error(metric, "the values that it passes to the metrics inside it are not known")
     else:
         yield metric
+
+
+def _lengths_of(payloads: Sequence[Arguments], step: ReplicaStep) -> Sequence[int] | None:
+    """Returns the numbers of entries of lists with one entry per sample; None if they are unknown."""
+    return step.lengths if len(payloads) == len(step.sizes) else None
 
 
 def _values_by_argument(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:

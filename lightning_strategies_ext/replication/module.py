@@ -75,6 +75,9 @@ class ReplicatedModule(DataParallel[Module]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with each part of the inputs, and gathers the results.
 
+        ``scatter`` splits the first positional argument. Without one, the rules of :mod:`.splitting` apply to the
+        keyword arguments.
+
         Raises:
             ValueError: If the inputs cannot be split, or the results cannot be gathered.
         """
@@ -82,11 +85,6 @@ class ReplicatedModule(DataParallel[Module]):
         method = user_modules.pop_forward_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
-        if self._scatter is not None and kwargs and not args:
-            raise ValueError(
-                f"`scatter` splits the first positional argument of the module, but the call has only keyword arguments"
-                f" ({', '.join(kwargs)}). Pass the batch as a positional argument."
-            )
         if self._scatter is not None and args:  # `run` splits the first argument, and the others like it
             return self.run(method, *args, **kwargs)
         if not args and not kwargs:  # nothing to split: one replica
@@ -163,6 +161,8 @@ class ReplicatedModule(DataParallel[Module]):
             ]
             outputs = lockstep.run(calls)
             step.end()
+            if step.has_copies:
+                outputs = step.with_shared_results(outputs)
             if method == "training_step":
                 if step.other_batch_sizes is not None:
                     losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
@@ -244,7 +244,10 @@ def check_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
     sizes = [_to_int(size) for _, size in parts]
     for (_, size), integer in zip(parts, sizes, strict=True):
         if integer is None:
-            raise TypeError(f"`scatter` must return the number of samples of each part as an integer, not {size!r}.")
+            raise TypeError(
+                "`scatter` must return a list of pairs, with the number of samples of each part as an integer, not"
+                f" {size!r}."
+            )
     if not 0 < len(parts) <= num_replicas:
         raise ValueError(
             f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return at most one part per replica."

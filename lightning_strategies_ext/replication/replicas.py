@@ -125,6 +125,10 @@ class Replicas:
             try:
                 merge_module(original, copies, containers, sizes, self._devices[0], merged)
             except UnmergeableError as error:
+                if error.advice is not None:
+                    raise RuntimeError(
+                        f"A step {error.action} {error} of {type(original).__name__}. {error.advice}"
+                    ) from None
                 raise RuntimeError(
                     f"A step changed {error} of {type(original).__name__} differently in each replica, but only one of"
                     " the changes could be kept. Return the value from the step and set it in `on_train_batch_end` or a"
@@ -211,6 +215,7 @@ class Replicas:
                 parameters_before=module._parameters.copy(),
                 submodules_before=module._modules.copy(),
                 buffers_before=buffers_to_compare(module, context.index == 1) if module._buffers else {},
+                buffer_names=tuple(module._buffers),
             )
             for module in modules
         ]

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from tests.support.dp_training import assert_trains_alike, each_mode, train
 from tests.support.models import MLP, NUM_CLASSES, ManualMLP, TwoOptimizers, assert_close, state_of
@@ -137,3 +138,27 @@ def test_mixed_precision_reaches_the_replicas(make_strategy, make_precision, dty
     scalers = [trainer.precision_plugin.scaler for trainer, _ in (ext, single)]
     if dtype is torch.float16:
         assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+class StepsWithAMetric(ManualMLP):
+    """A model whose scheduler receives the value of a metric, which is the value of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step(self.mean(batch[0].flatten()))
+        self.log("mean", self.mean.compute())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "mean"}]
+
+
+@each_mode
+def test_a_scheduler_receives_the_exact_value_of_a_metric(make_strategy):
+    trainer, _ = train(make_strategy(3), StepsWithAMetric, limit_train_batches=1, max_epochs=1)
+    assert trainer.lr_scheduler_configs[0].scheduler.best == trainer.callback_metrics["mean"]

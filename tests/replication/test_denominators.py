@@ -21,6 +21,8 @@ REDUCTIONS = {
     "cloned": lambda x, mask: x[mask].mean().clone(),
     "divided": lambda x, mask: (x * mask).sum() / mask.sum(),
     "divided by a float": lambda x, mask: (x * mask).sum() / mask.float().sum(),
+    "divided by a half": lambda x, mask: (x * mask).sum() / mask.sum().half(),
+    "of squares": lambda x, mask: (x[mask] - 1).square().mean(),
     "a loss": lambda x, mask: functional.mse_loss(x[mask], torch.zeros(int(mask.sum()))),
 }
 
@@ -41,13 +43,23 @@ def test_equal_counts_in_parts_of_different_sizes_are_weights(reduce):
         lambda x: torch.stack([x.mean(), x.square().mean()]).mean(),
         lambda x: torch.stack([x, 2 * x], 1).mean(0).mean(),
         lambda x: torch.stack([x, 2 * x], 1).mean(0).sum() / 2,
+        lambda x: torch.stack([x.mean(), 3 * x.mean(), x.square().mean()])[[0, 1]].mean(),
+        lambda x: functional.smooth_l1_loss(torch.stack([x, 2 * x], 1).mean(0), torch.tensor([-9.0, -8.0])),
     ],
 )
 def test_constants_of_the_model_are_no_weights(reduce):
     rows = ROWS.clone().requires_grad_()
     values = [reduce(rows[span]) for span in SPANS]
-    value = value_of_batch(values, list(map(denominator_of, values)), SIZES, CPU)
+    denominators = list(map(denominator_of, values))
+    assert not any(isinstance(denominator, Count) for denominator in denominators)
+    value = value_of_batch(values, denominators, SIZES, CPU)
     torch.testing.assert_close(value, reduce(rows))
+
+
+def test_a_loss_of_the_mean_of_the_rows_is_weighted_by_samples():
+    values = [functional.mse_loss(ROWS[span].clone().requires_grad_().mean(0), torch.tensor(1.0)) for span in SPANS]
+    value = value_of_batch(values, list(map(denominator_of, values)), SIZES, CPU)
+    torch.testing.assert_close(value, (6 * values[0] + 2 * values[1]) / 8)  # not linear: one device's value differs
 
 
 def test_the_gradient_of_a_part_without_elements_is_zero():
@@ -58,3 +70,13 @@ def test_the_gradient_of_a_part_without_elements_is_zero():
     value.backward()
     assert value == 6.5
     assert rows.grad.equal(mask * 0.5)
+
+
+def test_gradients_that_reach_the_sum_by_another_path_are_kept():
+    rows = torch.tensor([1.0, 2.0], requires_grad=True)
+    sums = [rows[0:1].sum(), rows[1:2].sum()]
+    counts = [torch.tensor(0.0), torch.tensor(1.0)]
+    values = [total / count for total, count in zip(sums, counts, strict=True)]
+    value = value_of_batch(values, counts, [1, 1], CPU)
+    (value + sums[0]).backward()
+    assert rows.grad.tolist() == [1, 1]

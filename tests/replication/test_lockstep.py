@@ -190,6 +190,17 @@ def test_functions_that_catch_every_exception_end_once(lockstep):
     assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
 
 
+def test_a_function_that_catches_the_error_of_a_late_request_fails(lockstep):
+    def function(participant):
+        if participant.index == 1:
+            with suppress(BaseException):  # as a bare `except`
+                participant.run_once("late", sum, 1)
+
+    with pytest.raises(RuntimeError, match="replica 1 waits in late"):
+        run(lockstep, function)
+    assert run(lockstep, lambda participant: participant.run_once("again", sum, 1)) == [3, 3, 3]
+
+
 def test_threads_start_again_after_a_failure_in_a_closed_lockstep(lockstep):
     run(lockstep, lambda participant: participant.run_once("sum", sum, 1))
     lockstep.close()

@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_strategies_ext.replication.module import ReplicatedModule
 
@@ -89,6 +90,13 @@ def cyclic_dict():
     return value
 
 
+def test_lists_in_tuples_of_a_list_are_merged():
+    module = run(lambda module, rows: module.pairs[0][1].extend(rows.flatten().tolist()), pairs=[("n", [])])
+    assert module.pairs == [("n", [0, 1, 2, 3, 4, 5])]
+    with pytest.raises(RuntimeError, match=r"the list `self\.pairs`, to which a step may only append,"):
+        run(lambda module, rows: module.pairs.__setitem__(0, ("n", len(rows))), pairs=[("n", [])])
+
+
 def test_containers_that_contain_themselves():
     assert run(lambda module, rows: module.cyclic.append(len(rows)), cyclic=cyclic_list()).cyclic[1:] == [2, 2, 2]
     module = run(lambda module, rows: module.cyclic["rows"].append(len(rows)), cyclic=cyclic_dict())
@@ -113,14 +121,48 @@ def count_again(module, rows):
     [
         (count_in_place, torch.tensor(4)),
         (count_in_place, torch.tensor([[1], [1]])),
-        (count_in_place, torch.tensor(0.0)),
+        (count_in_place, torch.tensor(250, dtype=torch.uint8)),
         (count_by_label, torch.tensor([4, 4])),
-        (count_again, torch.tensor(0)),
     ],
 )
-def test_buffers_that_count_samples_are_rejected(count, seen):
-    with pytest.raises(RuntimeError, match=r"the buffer `self\.seen`"):
-        run(count, seen=seen)  # each part has 2 samples
+def test_buffers_that_may_count_samples_warn(count, seen):
+    with pytest.warns(UserWarning, match=r"`self\.seen` has grown by 2 in each of 3 replicas, .* 2 samples each"):
+        run(count, seen=seen.clone())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        (lambda module, rows: module.value.add_(1), torch.tensor(3), 4),
+        (lambda module, rows: module.value.add_(1), torch.tensor(3, dtype=torch.int8), 4),
+        (lambda module, rows: module.value.mul_(2), torch.tensor(2.0), 4),
+        (lambda module, rows: module.value.fill_(4), torch.tensor(0), 4),
+        (lambda module, rows: module.value.fill_(8.0), torch.tensor(0.0), 8),
+        (lambda module, rows: module.value.copy_(torch.tensor([4, 4, 4])), torch.zeros(3, dtype=torch.int32), [4] * 3),
+        (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0, dtype=torch.uint16), 2),
+        (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0, dtype=torch.uint32), 2),
+        (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0.0).to(torch.float8_e4m3fn), 2),
+        (lambda module, rows: module.value.fill_(True), torch.tensor(False), True),
+        (lambda module, rows: module.value.add_(rows.mean()), torch.tensor(0.0), 0.5),  # the first replica's
+    ],
+)
+def test_buffers_that_do_not_count_samples_are_kept(change, before, after):
+    value = run(change, value=before.clone()).value
+    assert (value.float() if value.is_floating_point() else value).tolist() == after
+
+
+def test_buffers_that_code_that_runs_once_registers_are_kept():
+    class Computing(SumMetric):
+        def compute(self):
+            owner.register_buffer("late", torch.ones(1))
+            return super().compute()
+
+    owner = Changing(lambda module, rows: module.total.compute(), total=Computing(), early=torch.zeros(1))
+    with pytest.warns(UserWarning, match="compute"):
+        call_replicas(owner, 2)
+    assert owner.late.tolist() == [1]
+    assert owner.early.tolist() == [0]
 
 
 def test_a_buffer_that_counts_steps_is_kept():
@@ -133,11 +175,14 @@ def test_a_buffer_that_counts_steps_is_kept():
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (lambda module, rows: setattr(module, "layer", nn.Linear(1, 1)), "submodule `self.layer`"),
-        (lambda module, rows: setattr(module, "other", nn.Linear(1, 1)), "submodule `self.other`"),
-        (lambda module, rows: setattr(module.layer, "weight", nn.Parameter(torch.ones(1, 1))), "parameter `self.wei"),
-        (lambda module, rows: setattr(module.layer, "bias", None), "parameter `self.bias`"),
-        (lambda module, rows: delattr(module.layer, "bias"), "parameter `self.bias`"),
+        (lambda module, rows: setattr(module, "layer", nn.Linear(1, 1)), "set the submodule `self.layer` of Last"),
+        (lambda module, rows: setattr(module, "other", nn.Linear(1, 1)), "set the submodule `self.other` of Last"),
+        (
+            lambda module, rows: setattr(module.layer, "weight", nn.Parameter(torch.ones(1, 1))),
+            "set the parameter `self.weight`",
+        ),
+        (lambda module, rows: setattr(module.layer, "bias", None), "set the parameter `self.bias`"),
+        (lambda module, rows: delattr(module.layer, "bias"), "deleted the parameter `self.bias`"),
     ],
 )
 def test_parameters_and_submodules_that_a_step_sets_are_rejected(change, name):
@@ -147,8 +192,9 @@ def test_parameters_and_submodules_that_a_step_sets_are_rejected(change, name):
             change(self, rows)
             return result
 
-    with pytest.raises(RuntimeError, match=name):
+    with pytest.raises(RuntimeError, match=rf"^A step {name}.* in a hook that runs once, such as") as caught:
         call_replicas(Last(None), 2)
+    assert "differently" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [3, [1], torch.zeros(1)], ids=["number", "list", "buffer"])

@@ -110,6 +110,76 @@ def test_lists_per_sample_are_concatenated_if_scatter_counts_tokens(replicate):
     assert module.records.ids == [0, 1, 2, 3]
 
 
+class Means(Metric):
+    """A metric of records and the number of tokens, one update per part."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.updates = []
+
+    def update(self, ids, scale):
+        self.updates.append((ids, scale))
+        self.total += scale
+
+    def compute(self):
+        return self.total
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_lists_per_sample_are_joined_next_to_a_setting_if_scatter_counts_tokens(replicate, scale):
+    def function(module, rows):
+        module.metric.update([{"id": row} for row in rows], scale)
+
+    module = Calling(function, metric=Means())
+    replicate(module, scatter=count_tokens)(BATCH)
+    [(records, given)] = module.metric.updates
+    assert [record["id"].item() for record in records] == [0, 1, 2, 3]
+    assert given == scale
+
+
+@each_order
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_returned_value_of_a_metric_is_exact(replicate, sequential, inference, seed):
+    rows = torch.rand(10, 1, generator=torch.Generator().manual_seed(seed))
+
+    def function(module, rows):
+        value = module.mean(rows.flatten())
+        return {"v": value, "parts": [value], "changed": module.mean.compute().add_(len(rows))}
+
+    module = Calling(function, mean=MeanMetric())
+    with torch.inference_mode(inference):
+        output = replicate(module, num_replicas=3, sequential=sequential)(rows)
+    assert output["v"] == output["parts"][0] == module.mean.compute()
+    torch.testing.assert_close(output["changed"], module.mean.compute() + (4 * 4 + 3 * 3 + 3 * 3) / 10)
+
+
+def test_a_single_replica_copies_no_arguments_of_metrics(replicate):
+    class Keeps(Metric):
+        full_state_update = False
+
+        def __init__(self):
+            super().__init__()
+            self.kept = None
+
+        def update(self, rows):
+            self.kept = rows.data_ptr()
+
+        def compute(self):
+            return torch.zeros(())
+
+    def function(module, rows):
+        module.keeps.update(rows)
+        assert module.keeps.kept == rows.data_ptr()
+        module.total.update(rows)
+        rows.zero_()
+
+    module = Calling(function, keeps=Keeps(), total=SumMetric())
+    replicate(module)(torch.full((1, 1), 5.0))
+    assert module.total.compute() == 5
+
+
 @pytest.mark.parametrize("count", [np.int64(2), torch.tensor(2), torch.tensor([2])], ids=repr)
 def test_scatter_may_return_integers_of_other_types(replicate, count):
     module = Calling(lambda module, rows: rows.mean())
@@ -122,9 +192,14 @@ def test_a_number_of_samples_that_is_no_integer_is_named(replicate):
         module(BATCH)
 
 
-def test_scatter_needs_a_positional_argument(replicate):
-    with pytest.raises(ValueError, match=r"only keyword arguments \(rows\)"):
-        replicate(Calling(None), scatter=count_tokens)(rows=BATCH)
+def test_keyword_arguments_alone_are_split_without_scatter(replicate):
+    def scatter(batch, num_replicas):
+        raise AssertionError("splits only positional arguments")
+
+    module = Calling(lambda module, rows: (rows, torch.tensor(len(rows))))
+    rows, sizes = replicate(module, scatter=scatter)(rows=BATCH)
+    assert rows.equal(BATCH)
+    assert sizes.tolist() == [2, 2]
 
 
 def test_a_loss_of_one_element_is_weighted_by_its_denominator(replicate):
