@@ -185,7 +185,7 @@ def test_a_batch_without_a_first_dimension_is_refused_unless_the_user_splits_it(
 @pytest.mark.parametrize(
     ("scatter", "error", "message"),
     [
-        (lambda batch, num: [batch], TypeError, "must return the number of samples of each part"),
+        (lambda batch, num: [batch], TypeError, "must return a list of pairs"),
         (lambda batch, num: [], ValueError, "returned 0 parts for 2 replicas"),
         (lambda batch, num: [(batch, 1)] * 3, ValueError, "returned 3 parts for 2 replicas"),
         (lambda batch, num: [(batch, -1)], ValueError, "negative numbers"),
