@@ -16,9 +16,6 @@ from lightning_strategies_ext.lightning_names import (
     LightningName,
     name_for_module,
 )
-from lightning_strategies_ext.renamed import renamed_in_module
-
-__getattr__ = renamed_in_module(__name__, {"UnavailableHereError": "StrategyUnavailableError"})
 
 
 class StrategyUnavailableError(RuntimeError):
@@ -275,3 +272,9 @@ def register_all(strategies: Any, front_end: str, package: str = PACKAGE) -> Non
         if target is not None and row.name not in strategies:
             strategy = LazyStrategy(package + target.removeprefix(PACKAGE))
             strategies.register(row.name, strategy, description=row.description, **row.init_params)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "UnavailableHereError":  # not an AttributeError, whose message `from ... import` replaces
+        raise ImportError(f"`{__name__}.{name}` was renamed. Use `StrategyUnavailableError`.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from typing_extensions import ParamSpec
 
@@ -53,19 +53,3 @@ class RenamedAttribute:
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError(f"`{owner.__name__}.{self._old_name}` was renamed. Use `{self._name}`.")
-
-
-def renamed_in_module(module: str, names: dict[str, str]) -> Callable[[str], Any]:
-    """Returns the function ``__getattr__`` of a module with names that earlier versions had.
-
-    Args:
-        module: Name of the module.
-        names: Name in earlier versions → present name.
-    """
-
-    def getattr_(name: str) -> Any:
-        if name in names:  # not an AttributeError, whose message `from ... import` replaces
-            raise ImportError(f"`{module}.{name}` was renamed. Use `{names[name]}`.")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return getattr_
