@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="measure on two hosts, which are network namespaces")
     parser.add_argument("--rate", type=float, default=1000.0, help="megabits per second between these hosts")
     parser.add_argument(
-        "--delays", type=float, nargs="+", default=[0.0, 1.0], help="milliseconds by which a relay delays each packet"
+        "--delays", type=float, nargs="+", help="with --hosts: milliseconds by which a relay delays each packet"
     )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parse(parser, "two rounds of 12 steps", rounds=2, steps=12)
@@ -326,13 +326,15 @@ def main() -> None:
         return
     numbers = arguments.rounds, arguments.steps
     settings: dict[str, Any] = {"rounds": arguments.rounds, "steps": arguments.steps}
+    if arguments.delays and not arguments.hosts:
+        parser.error("--delays requires --hosts.")
     if not arguments.hosts:
         summary = summarize(run_ranks(measure, [*CONTENDERS], *numbers))
         present("one host", summary)
         write_json(arguments.output, "logging", {"settings": settings, "results": summary})
         return
     summaries = {}
-    for delay_ms in arguments.delays:
+    for delay_ms in arguments.delays or (0.0, 1.0):
         title = f"two hosts, {arguments.rate:g} Mbit/s" + (f", delayed by {delay_ms:g} ms" if delay_ms else "")
         per_rank = measure_on_hosts([STOCK, EXT_OVER_GLOO], *numbers, arguments.rate, delay_ms)
         summaries[title] = summarize(per_rank)

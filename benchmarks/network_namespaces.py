@@ -89,7 +89,10 @@ def hosts(
 
     Raises:
         NoHostsError: If this machine permits no network namespaces.
+        ValueError: If packets of more than two hosts are delayed.
     """
+    if delay_ms and number != 2:
+        raise ValueError(f"`delay_ms={delay_ms}` requires two hosts, got `number={number}`.")
     missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         raise NoHostsError(f"a second host requires root{''.join(f', {tool}' for tool in missing)}")

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, StochasticWeightAveraging
 
 from lightning_strategies_ext import ChecksOptions, CommunicationMonitor, DiLoCo, LocalSGD, PowerSGD, TopK
 
@@ -213,7 +214,9 @@ FEATURES = (
     Feature("bf16-mixed", _flag(precision="bf16-mixed"), slot="precision", closeness="rounded", named=("precision",)),
     Feature("bf16-true", _flag(precision="bf16-true"), slot="precision", closeness="lossy", named=("precision",)),
     Feature("64-true", _flag(precision="64-true"), slot="precision", named=("precision",)),
-    Feature("EMA", _callback(lambda: EMAWeightAveraging(decay=0.5)), slot="average", named=("EMAWeightAveraging",)),
+    Feature(
+        "EMA", _callback(lambda: callbacks.EMAWeightAveraging(decay=0.5)), slot="average", named=("EMAWeightAveraging",)
+    ),
     Feature(
         "SWA",
         _callback(lambda: StochasticWeightAveraging(0.05, 1, annealing_epochs=1), max_epochs=3),

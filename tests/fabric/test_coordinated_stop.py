@@ -47,7 +47,7 @@ def train_in_a_script(strategy: str, signum: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1], ids=lambda signum: signum.name)
 def test_a_signal_on_one_rank_stops_all_before_the_same_step(signum: int):
     check(run_ranks(train_in_a_script, "ddp_ext", signum))
 

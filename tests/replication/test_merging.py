@@ -142,7 +142,7 @@ def test_buffers_that_may_count_samples_warn(count, seen):
         (lambda module, rows: module.value.copy_(torch.tensor([4, 4, 4])), torch.zeros(3, dtype=torch.int32), [4] * 3),
         (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0, dtype=torch.uint16), 2),
         (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0, dtype=torch.uint32), 2),
-        (lambda module, rows: module.value.fill_(len(rows)), torch.tensor(0.0).to(torch.float8_e4m3fn), 2),
+        (lambda module, rows: module.value.copy_(torch.tensor(2.0)), torch.tensor(0.0).to(torch.float8_e4m3fn), 2),
         (lambda module, rows: module.value.fill_(True), torch.tensor(False), True),
         (lambda module, rows: module.value.add_(rows.mean()), torch.tensor(0.0), 0.5),  # the first replica's
     ],
