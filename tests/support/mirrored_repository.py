@@ -31,6 +31,7 @@ _OF_SOURCES = (
     "test_docs_blocks",
     "test_tiers",
     "test_malicious_releases",
+    "test_messages",
 )
 
 
