@@ -70,7 +70,7 @@ class CommitFile:
         except OSError as error:
             raise CommitTooLargeError(f"No file for a commit can be created: {error}") from error
         try:
-            _reserve(fd, 0, _HEADER_BYTES + num_bytes)
+            reserve(fd, 0, _HEADER_BYTES + num_bytes)
         except CommitTooLargeError:
             os.close(fd)
             raise
@@ -94,14 +94,6 @@ class CommitFile:
     def begin_write(self) -> None:
         """Marks the commit as incomplete, before it is overwritten."""
         _HEADER.pack_into(self.header, 0, _MAGIC, 0, -1, 0, 0)
-
-    def reserve(self, offset: int, num_bytes: int) -> None:
-        """Reserves memory at an offset.
-
-        Raises:
-            CommitTooLargeError: If there is too little memory.
-        """
-        _reserve(self.fd, offset, num_bytes)
 
     def finish_write(self, batches: int, offset: int, state: bytes) -> None:
         """Writes all state except the tensors, and marks the commit as complete.
@@ -152,8 +144,12 @@ def _create_file() -> int:
             return os.dup(file.fileno())
 
 
-def _reserve(fd: int, offset: int, num_bytes: int) -> None:
-    """Reserves memory of a file: later, a write without free memory would raise SIGBUS."""
+def reserve(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves memory of a file: later, a write without free memory would raise SIGBUS.
+
+    Raises:
+        CommitTooLargeError: If there is too little memory.
+    """
     try:
         os.posix_fallocate(fd, offset, num_bytes)
     except OSError as error:
@@ -261,7 +257,7 @@ class MemfdCommit(Commit):
         if memory is None or is_new:
             memory = CommitFile.create(end)
             self._views = memory.tensors(shared.placeholders)
-        memory.reserve(end, len(state))  # before the stored commit becomes incomplete
+        reserve(memory.fd, end, len(state))  # before the stored commit becomes incomplete
         memory.begin_write()
         copy_to_host(tensors, self._views, may_pin=False)
         memory.finish_write(shared.batches, end, state)

@@ -168,7 +168,7 @@ def _name_of(op: Any) -> str:
 
 
 def _differ(lists: Any) -> bool:
-    """Returns whether the tensors of the ranks may differ: they do, or each tensor has those of all ranks."""
+    """Returns whether shapes may differ between ranks: a list has several, or a tensor contains those of all ranks."""
     if isinstance(lists, Tensor):
         return False
     return any(isinstance(part, Tensor) for part in lists) or len({each.shape for part in lists for each in part}) > 1

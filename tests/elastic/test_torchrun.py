@@ -1,7 +1,6 @@
 """Ranks that torchrun restarts, with ``ddp_elastic_ext``: ``fit`` continues from the memory of the host.
 
-Each run trains on digits for the number of epochs of an uninterrupted run, counts every sample,
-and must be as accurate.
+Each run trains on digits for as many epochs as an uninterrupted run, counts every sample, and must be as accurate.
 """
 
 import errno
@@ -23,7 +22,7 @@ from lightning_strategies_ext.elastic import fd_store
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError
 from lightning_strategies_ext.elastic.commit_state import TensorPlaceholder
 from lightning_strategies_ext.elastic.fd_store import RUN_ID_VARIABLE, TorchrunJob
-from lightning_strategies_ext.elastic.memfd_commit import CommitFile, tensor_offsets
+from lightning_strategies_ext.elastic.memfd_commit import CommitFile, reserve, tensor_offsets
 from lightning_strategies_ext.registry import StrategyUnavailableError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_accurate_as_uninterrupted, run_torchrun
 from tests.support.elastic_script import NUM_EPOCHS, Net, kill, once, terminate
@@ -356,7 +355,7 @@ def test_a_commit_whose_other_state_does_not_fit_is_an_error(monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(CommitTooLargeError, match="There is no memory for a commit of 4099 bytes"):
-        memory.reserve(4096, 3)
+        reserve(memory.fd, 4096, 3)
     assert (memory.batches, memory.read_state()) == (7, 1)
     memory.close()
 
