@@ -24,18 +24,20 @@ class ValueExchange(Protocol):
     """Exchange of synchronized values between ranks, see :mod:`lightning_strategies_ext.pytorch.logged_values`.
 
     Attributes:
+        device_type: Type of the device of the values that are exchanged together.
         pending: Values of the current hook, by key, which are exchanged when the hook returns.
         is_in_flight: Whether the values of the last hook are being exchanged.
         is_shadowed: Function that returns whether a value of a step is reduced at once, because ranks without batches
             may repeat the step. None if no rank repeats steps. The result is the same on all ranks.
     """
 
+    device_type: str
     pending: dict[str, "LoggedMetric"]
     is_in_flight: bool
     is_shadowed: Callable[[Tensor], bool] | None
 
-    def finish(self) -> None:
-        """Waits for the values of the last hook."""
+    def finish(self, *, waits_for_gpu: bool = False) -> None:
+        """Waits for the values of the last hook, and optionally until their keys have been compared on a GPU."""
 
     def reduce_epoch(self, metrics: Sequence["LoggedMetric"], *, is_final: bool) -> None:
         """Reduces the values of an epoch; ``is_final`` states whether all ranks have logged all values."""
@@ -151,7 +153,7 @@ class ExchangedResults(_ResultCollection):
         if (
             exchange is None
             or not metric.is_exchanged_after_hook
-            or not value.is_cpu
+            or value.device.type != exchange.device_type
             or (exchange.is_shadowed is not None and exchange.is_shadowed(value))
         ):
             metric.forward(value, batch_size)
@@ -181,7 +183,10 @@ class ExchangedResults(_ResultCollection):
         return [
             metric
             for _, metric in self.valid_items()
-            if metric._computed is None and metric.meta.on_epoch and metric.is_synchronized and metric.value.is_cpu
+            if metric._computed is None
+            and metric.meta.on_epoch
+            and metric.is_synchronized
+            and (self.exchange is None or metric.value.device.type == self.exchange.device_type)
         ]
 
     def reduce_epoch(self, *, is_final: bool) -> None:
@@ -266,7 +271,7 @@ class _ExchangingLoggerConnector(_LoggerConnector):
         results = self.trainer._results
         if not isinstance(results, ExchangedResults) or results.exchange is None:
             return
-        results.exchange.finish()
+        results.exchange.finish(waits_for_gpu=True)
         if results.training:
             results.reduce_epoch(is_final=True)
         else:

@@ -7,16 +7,26 @@ different names, every rank raises :class:`DifferentPartsError`.
 
 Values that do not fit into the message take one more all-gather. More than :data:`MAX_GATHERED_RANKS` ranks first
 compare their digests, and then reduce the values with one all-reduce per dtype and reduction.
+
+On a GPU, a comparison on the host would wait for the GPU. :meth:`PackedExchange.start_deferred` does not: the GPU
+compares the digests and turns the values into NaN if they differ, and the host reads the digests later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.collectives.digest_comparison import (
+    MAX_CONTRIBUTIONS,
+    Contribution,
+    DeferredComparison,
+    DifferentPartsError,
+)
 from lightning_strategies_ext.collectives.packed_layout import (
     ABSENT,
     FINAL,
@@ -31,44 +41,12 @@ MAX_GATHERED_RANKS = 64
 #: Number of layouts that are cached; a layout depends on the names and their order.
 _MAX_LAYOUTS: Final = 256
 _DTYPE_AND_SHAPE: Final = attrgetter("dtype", "shape")
+_CPU: Final = torch.device("cpu")
 
 #: Values that this rank passes to an exchange: their names, their reductions, and the tensors. A name is equal on all
 #: ranks, and unique among the values of the exchange. A reduction is "sum", "min", "max", or "mean" (floating point
-#: only). A tensor is on the CPU, has no graph, and is not modified.
+#: only). A tensor is on the device of the exchange, has no graph, and is not modified.
 Parts = tuple[tuple[str, ...], tuple[str, ...], Sequence[Tensor]]
-
-
-class Contribution(NamedTuple):
-    """What some ranks have passed to an exchange.
-
-    Attributes:
-        ranks: The ranks, in ascending order.
-        is_final: Whether these ranks will pass no more values of this kind.
-        description: Description of the values of the first of them.
-    """
-
-    ranks: Sequence[int]
-    is_final: bool
-    description: Any
-
-
-class DifferentPartsError(Exception):
-    """The ranks have passed values of different names, reductions, dtypes, or shapes. Raised on every rank.
-
-    Attributes:
-        contributions: One entry for each distinct set of values, in the order of its first rank; at most
-            :data:`MAX_CONTRIBUTIONS`.
-        has_all: Whether there are no more distinct sets.
-    """
-
-    def __init__(self, contributions: Sequence[Contribution], *, has_all: bool) -> None:
-        super().__init__("the ranks exchange different values")
-        self.contributions = contributions
-        self.has_all = has_all
-
-
-#: Number of distinct sets of values that an error describes.
-MAX_CONTRIBUTIONS: Final = 8
 
 
 class PackedExchange:
@@ -76,10 +54,17 @@ class PackedExchange:
 
     Args:
         name: Name of the exchange, equal on all ranks; at most one exchange of a name is pending at a time.
+        device: Device of the values.
+        find_store: For :meth:`start_deferred`, function that returns the store of all ranks, as a part in which no
+            other exchange publishes; None if there are no other ranks.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, device: torch.device = _CPU, find_store: Callable[[], Store | None] | None = None
+    ) -> None:
         self._name = name
+        self._device = device
+        self._comparison = None if find_store is None else DeferredComparison(find_store)
         self._layouts: dict[tuple[Any, ...], PackedLayout] = {}
         self._collectives: Collectives | None = None
         self._rank: int | None = None
@@ -124,8 +109,8 @@ class PackedExchange:
         flag = FINAL if is_final else PARTIAL
         if size > MAX_GATHERED_RANKS:
             return self._start_all_reduces(collectives, layout, values, describe, flag)
-        if layout.num_bytes > INLINE_NUM_BYTES:
-            return self._start_long(collectives, layout, values, describe, flag)
+        if layout.num_bytes > INLINE_NUM_BYTES or self._comparison is not None:
+            return self._start_compared(collectives, layout, values, describe, flag)
         layout.pack_in_place(values, flag, rank, size)
         finish_gather = collectives.start_all_gather(layout.gathered, layout.message, self._name)
 
@@ -138,7 +123,55 @@ class PackedExchange:
 
         return finish
 
-    def _start_long(
+    def start_deferred(
+        self, collectives: Collectives, kind: str, parts: Parts, describe: Callable[[], Any]
+    ) -> Callable[[], list[Tensor]]:
+        """Starts an exchange whose digests the host compares later, see :meth:`check_deferred`.
+
+        If the ranks have different values, the results are NaN; results of integer dtypes are undefined. Values that do
+        not fit into one message are exchanged as by :meth:`start`, and so are those of more than
+        :data:`MAX_GATHERED_RANKS` ranks.
+
+        Args:
+            collectives: Collectives of all ranks.
+            kind: Kind of the values, equal on all ranks.
+            parts: This rank's values, at least one.
+            describe: Function that returns a description of the values, of types that JSON has, for an error.
+
+        Returns:
+            Function that returns the reduced values in the order of ``parts``, and does not wait for a GPU.
+        """
+        comparison, size = self._comparison, 1 if collectives.is_local else collectives.world_size()
+        layout = self._layout_of(kind, parts)
+        if comparison is None or not 1 < size <= MAX_GATHERED_RANKS or layout.num_bytes > INLINE_NUM_BYTES:
+            return self.start(collectives, kind, parts, describe)
+        comparison.publish(collectives.rank() or 0, layout.digest, describe)
+        message, _ = layout.pack(parts[2], FINAL, self._device)
+        gathered = message.new_empty(size * len(message))
+        finish_gather = collectives.start_all_gather(gathered, message, self._name)
+
+        def finish() -> list[Tensor]:
+            finish_gather()
+            rows = gathered.view(size, -1)
+            digests = rows[:, 0].contiguous()
+            comparison.add(digests, layout.digest)
+            return layout.reduce_at_once(rows.view(torch.uint8)[:, HEADER_NUM_BYTES:], (digests != layout.digest).any())
+
+        return finish
+
+    def check_deferred(self, *, waits: bool) -> None:
+        """Compares the digests of deferred exchanges that the GPU has completed.
+
+        Args:
+            waits: Whether to wait for the GPU to complete all of them.
+
+        Raises:
+            DifferentPartsError: If the ranks have had different values.
+        """
+        if self._comparison is not None:
+            self._comparison.check(waits=waits)
+
+    def _start_compared(
         self,
         collectives: Collectives,
         layout: PackedLayout,
@@ -146,19 +179,20 @@ class PackedExchange:
         describe: Callable[[], Any],
         flag: int,
     ) -> Callable[[], list[Tensor]]:
-        """Exchanges values that do not fit into one message: only ranks with equal digests have rests of equal size."""
-        message, rest = layout.pack(values, flag)
-        assert rest is not None
+        """Compares the digests before it returns: only ranks with equal digests have rests of equal size."""
+        message, rest = layout.pack(values, flag, self._device)
         rows, header = self._gather(collectives, message)
         digests, _, flags, _ = header
         if digests.count(layout.digest) != len(digests):
             self._raise_difference(collectives, digests, flags, describe)
+        if rest is None:
+            return lambda: layout.reduce(rows)
         finish = self._start_rest(collectives, rows, rest)
         return lambda: layout.reduce(finish())
 
     def _gather(self, collectives: Collectives, message: Tensor) -> tuple[Tensor, list[list[int]]]:
         """Returns the values of all ranks as rows of bytes, and for each field of the headers a list of all ranks."""
-        gathered = torch.empty(collectives.world_size() * len(message), dtype=torch.int64)
+        gathered = message.new_empty(collectives.world_size() * len(message))
         collectives.start_all_gather(gathered, message, self._name)()
         rows = gathered.view(-1, len(message)).view(torch.uint8)
         return rows[:, HEADER_NUM_BYTES:], rows[:, :HEADER_NUM_BYTES].view(torch.int64).mT.tolist()
@@ -183,7 +217,7 @@ class PackedExchange:
         """
         keys, ops, values = parts or parts_of(())
         layout = self._layout_of(kind, (keys, ops, values))
-        message, rest = layout.pack(values, ABSENT if parts is None else FINAL)
+        message, rest = layout.pack(values, ABSENT if parts is None else FINAL, self._device)
         rows, header = self._gather(collectives, message)
         digests, sizes, flags, _ = header
         present = [rank for rank, flag in enumerate(flags) if flag != ABSENT]
@@ -197,17 +231,17 @@ class PackedExchange:
         signature, description = collectives.broadcast((signature, describe()), present[0])
         if parts is None:
             keys, ops, values = parts_of(
-                (key, op, torch.zeros(shape, dtype=dtype)) for key, op, dtype, shape in signature
+                (key, op, torch.zeros(shape, dtype=dtype, device=self._device)) for key, op, dtype, shape in signature
             )
             layout = self._layout_of(kind, (keys, ops, values))
-            _, rest = layout.pack(values)
+            _, rest = layout.pack(values, FINAL, self._device)
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
         reduced = dict(zip(keys, layout.reduce(rows[present]), strict=True))
         return description, [reduced[key] for key, *_ in signature]
 
     def _start_rest(self, collectives: Collectives, first: Tensor, rest: Tensor) -> Callable[[], Tensor]:
-        rests = torch.empty(len(first) * len(rest), dtype=torch.uint8)
+        rests = rest.new_empty(len(first) * len(rest))
         finish = collectives.start_all_gather(rests, rest, f"{self._name}.rest")
 
         def finish_both() -> Tensor:
@@ -235,12 +269,13 @@ class PackedExchange:
         describe: Callable[[], Any],
         flag: int,
     ) -> Callable[[], list[Tensor]]:
-        extremes = torch.tensor([layout.digest, ~layout.digest], dtype=torch.int64)  # the complement does not overflow
+        options: Any = {"dtype": torch.int64, "device": self._device}
+        extremes = torch.tensor([layout.digest, ~layout.digest], **options)  # the complement does not overflow
         collectives.start_all_reduce(extremes, "max", f"{self._name}.digest")()
         largest, complement_of_smallest = extremes.tolist()
         if largest != ~complement_of_smallest:
-            own = torch.tensor([layout.digest, flag], dtype=torch.int64)
-            pairs = torch.empty(2 * collectives.world_size(), dtype=torch.int64)
+            own = torch.tensor([layout.digest, flag], **options)
+            pairs = own.new_empty(2 * collectives.world_size())
             collectives.start_all_gather(pairs, own, self._name)()
             self._raise_difference(collectives, pairs[::2].tolist(), pairs[1::2].tolist(), describe)
         totals = layout.concatenated(values)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import groupby
+from math import nan
 from operator import itemgetter
 from typing import Any, Final
 
@@ -30,6 +31,12 @@ _REDUCTIONS: Final[dict[str, Callable[..., Tensor]]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
+}
+_REDUCTIONS_OF_ROWS: Final[dict[str, Callable[..., Tensor]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
 }
 
 
@@ -89,19 +96,32 @@ class PackedLayout:
             self.segments.append(_Segment(dtype, op, indices, sizes, num_bytes, are_scalars, itemgetter(*indices)))
         self.num_bytes = sum(segment.num_bytes for segment in self.segments)
         self._rank_and_size = (0, 0)
+        self._headers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def pack(self, values: Sequence[Tensor], flag: int = FINAL) -> tuple[Tensor, Tensor | None]:
-        """Returns the first message as words, and the rest of the values as bytes if they do not fit into it."""
-        num_padding = INLINE_NUM_BYTES - self.num_bytes
-        message = torch.cat(
-            [
-                torch.tensor([self.digest, self.num_bytes, flag, 0], dtype=torch.int64).view(torch.uint8),
-                *(segment.reshape(-1).view(torch.uint8) for segment in self.concatenated(values)),
-                torch.zeros(num_padding if num_padding >= 0 else num_padding % _ALIGNMENT, dtype=torch.uint8),
-            ]
-        )
+    def pack(self, values: Sequence[Tensor], flag: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns the first message as words, and the rest of the values as bytes if they do not fit into it.
+
+        Args:
+            values: The values.
+            flag: Flag of the message.
+            device: Device of the values, and of the result.
+        """
+        header, padding = self._header_and_padding(flag, device)
+        parts = (part.reshape(-1).view(torch.uint8) for part in self.concatenated(values))
+        message = torch.cat([header, *parts, padding])
         first, rest = message[:MESSAGE_NUM_BYTES].view(torch.int64), message[MESSAGE_NUM_BYTES:]
-        return first, rest if num_padding < 0 else None
+        return first, rest if self.num_bytes > INLINE_NUM_BYTES else None
+
+    def _header_and_padding(self, flag: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        cached = self._headers.get((flag, device))
+        if cached is None:  # a copy to a GPU makes the host wait for the GPU
+            num_padding = INLINE_NUM_BYTES - self.num_bytes
+            num_zeros = num_padding if num_padding >= 0 else num_padding % _ALIGNMENT
+            with torch.inference_mode(False):
+                words = torch.tensor([self.digest, self.num_bytes, flag, 0], dtype=torch.int64, device=device)
+                cached = words.view(torch.uint8), torch.zeros(num_zeros, dtype=torch.uint8, device=device)
+            self._headers[flag, device] = cached
+        return cached
 
     def pack_in_place(self, values: Sequence[Tensor], flag: int, rank: int, size: int) -> None:
         """Writes the message to :attr:`message`, and zeros to the rest of :attr:`gathered`.
@@ -163,6 +183,24 @@ class PackedLayout:
             The reduced values, in the order of the parts.
         """
         return self._reduce(self._separated_rows(rows))
+
+    def reduce_at_once(self, rows: Tensor, is_invalid: Tensor) -> list[Tensor]:
+        """Reduces as :meth:`reduce`, with one operation for all ranks: each operation on a GPU takes as long.
+
+        Args:
+            rows: Bytes of the values, one row per rank.
+            is_invalid: Boolean on the device of ``rows``: whether floating-point values are NaN.
+        """
+        totals, at = [], 0
+        for segment in self.segments:
+            values = rows[:, at : at + segment.num_bytes].view(segment.dtype)
+            at += segment.num_bytes
+            options = {"dtype": segment.dtype} if segment.op == "sum" else {}
+            total = _REDUCTIONS_OF_ROWS[segment.op](values, 0, **options)
+            if segment.dtype.is_floating_point:
+                total.masked_fill_(is_invalid, nan)
+            totals.append(total.view(self.shapes[segment.indices[0]]) if len(segment.indices) == 1 else total)
+        return self.separated(totals)
 
     def _separated_rows(self, rows: Tensor) -> list[list[Tensor]]:
         """Returns the values of each rank, in the form of :meth:`concatenated`, for each segment."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from lightning_strategies_ext._lightning.trainer_logging import (
     ExchangedResults,
@@ -24,13 +25,8 @@ from lightning_strategies_ext._lightning.trainer_logging import (
 )
 from lightning_strategies_ext._system.call_sites import is_user_code
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
-from lightning_strategies_ext.collectives.packed_exchange import (
-    Contribution,
-    DifferentPartsError,
-    PackedExchange,
-    Parts,
-    parts_of,
-)
+from lightning_strategies_ext.collectives.digest_comparison import Contribution, DifferentPartsError
+from lightning_strategies_ext.collectives.packed_exchange import PackedExchange, Parts, parts_of
 from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.pytorch import metric_states
@@ -52,9 +48,11 @@ class LoggedValues:
     Args:
         collectives: Function that returns the current collectives of this rank.
         reduce: Function that Lightning passes to ``self.log`` for synchronized values.
-        device: Function that returns the device of this rank.
+        device: Device of this rank.
+        find_store: Function that returns the store of all ranks, for the values of steps on a GPU.
 
     Attributes:
+        device_type: Type of this rank's device; values on other devices are not exchanged together.
         pending: Values of the current hook, by key, which :meth:`start` exchanges.
         is_in_flight: Whether the values of the last hook are being exchanged.
         is_shadowed: Function that returns whether ranks without batches may repeat the current step, so that a value is
@@ -65,17 +63,20 @@ class LoggedValues:
         self,
         collectives: Callable[[], Collectives],
         reduce: Callable[..., Any],
-        device: Callable[[], torch.device],
+        device: torch.device,
+        find_store: Callable[[], Store | None] | None = None,
     ) -> None:
+        self.device_type = device.type
         self.pending: dict[str, LoggedMetric] = {}
         self.is_in_flight = False
         self.is_shadowed: Callable[[Tensor], bool] | None = None
         self._collectives = collectives
         self._reduce = reduce
         self._device = device
+        self._find_store = None if device.type == "cpu" else find_store
         self._presence: list[tuple[bool, int]] = []
         self._next_loader = 0
-        self._exchange = PackedExchange(_NAME)
+        self._exchange = PackedExchange(_NAME, device, self._find_store)
         self._metrics: Sequence[LoggedMetric] = ()
         self._finish: Callable[[], list[Tensor]] = list
 
@@ -86,26 +87,32 @@ class LoggedValues:
         if self.is_in_flight:
             self.finish()
         parts = keys, tuple(map(_OP, metrics)), step_values(metrics)
+        start = self._exchange.start if self._find_store is None else self._exchange.start_deferred
         try:
-            self._finish = self._exchange.start(self._collectives(), "step", parts, lambda: _describe(metrics))
+            self._finish = start(self._collectives(), "step", parts, lambda: _describe(metrics))
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
         self._metrics, self.is_in_flight = metrics, True
 
-    def finish(self) -> None:
+    def finish(self, *, waits_for_gpu: bool = False) -> None:
         """Waits for the exchange of a step, if one is in flight, and stores the reduced values.
+
+        On a GPU, values may become NaN before the host raises.
+
+        Args:
+            waits_for_gpu: Whether to wait until the ranks' keys are known to be equal on a GPU.
 
         Raises:
             LoggedKeysError: If the ranks have logged different keys.
         """
-        if not self.is_in_flight:
-            return
-        self.is_in_flight = False
         try:
-            values = self._finish()
+            if self.is_in_flight:
+                self.is_in_flight = False
+                set_step_values(self._metrics, self._finish())
+            if self._find_store is not None:
+                self._exchange.check_deferred(waits=waits_for_gpu)
         except DifferentPartsError as error:
             raise _error_of(error.contributions) from None
-        set_step_values(self._metrics, values)
 
     def reduce_epoch(self, metrics: Sequence[LoggedMetric], *, is_final: bool = True) -> None:
         """Reduces the values of an epoch. Collective: all ranks call it.
@@ -139,7 +146,7 @@ class LoggedValues:
             LoggedKeysError: If the ranks have logged different metrics, or states of one metric differ in number.
         """
         collectives = self._collectives()
-        gathered = [metric for metric in metrics if metric_states.is_gathered(metric.value)]
+        gathered = [metric for metric in metrics if metric_states.is_gathered(metric.value, self.device_type)]
         if gathered and not collectives.is_local and collectives.rank() is not None and collectives.world_size() > 1:
             self._exchange_common(gathered, self._compute_now, is_final)
 
@@ -164,7 +171,7 @@ class LoggedValues:
                 del remaining[_key_of(metric)]
 
     def _reduce_now(self, metrics: Sequence[LoggedMetric], is_final: bool) -> None:
-        parts, description = _epoch_parts(metrics), _describe(metrics)
+        parts, description = _epoch_parts(metrics, self._device), _describe(metrics)
         finish = self._exchange.start(self._collectives(), "epoch", parts, lambda: description, is_final=is_final)
         for metric, value in zip(metrics, _epoch_values(description, finish()), strict=True):
             metric.set_epoch_value(value)
@@ -173,8 +180,9 @@ class LoggedValues:
         collectives = self._collectives()
         values = [*{id(metric.value): metric.value for metric in metrics}.values()]
         own = [metric_states.list_states(value) for value in values]
-        data = metric_states.to_bytes(own)
-        parts = parts_of((_key_of(metric), "max", torch.tensor(len(data))) for metric in metrics)
+        data = metric_states.to_bytes(own, self._device)
+        length = torch.tensor(len(data), device=self._device)
+        parts = parts_of((_key_of(metric), "max", length) for metric in metrics)
         finish = self._exchange.start(collectives, "metrics", parts, lambda: _describe(metrics), is_final=is_final)
         max_num_bytes = int(finish()[0])
         gathered = metric_states.gather_bytes(collectives, data, max_num_bytes)
@@ -193,7 +201,7 @@ class LoggedValues:
         Args:
             has_batches: Whether this rank has batches of each DataLoader.
         """
-        flags = torch.tensor([*map(int, has_batches)], device=self._device())
+        flags = torch.tensor([*map(int, has_batches)], device=self._device)
         counts: list[int] = self._reduce(flags, reduce_op="sum").tolist()
         self._presence = [*zip(has_batches, counts, strict=True)]
         self._next_loader = 0
@@ -231,7 +239,7 @@ class LoggedValues:
         # Hooks such as `on_validation_epoch_start` have run on ranks without batches, too.
         missing = [*results.missing(), *results.missing_metrics()] if has_batches else []
         metrics = [metric for metric in missing if metric.is_of_batches]
-        parts = _epoch_parts(metrics) if has_batches else None
+        parts = _epoch_parts(metrics, self._device) if has_batches else None
 
         def describe() -> tuple[_Description, list[dict[str, Any]]]:
             return _describe(metrics), [metric.settings for metric in metrics]
@@ -258,7 +266,8 @@ class LoggedValues:
         """Drops values that have not been exchanged, after this rank has failed or has left its world."""
         self.pending.clear()
         self.is_in_flight, self.is_shadowed = False, None
-        self._exchange = PackedExchange(_NAME)  # an exchange that other ranks have left may still write to its memory
+        # An exchange that other ranks have left may still write to its memory.
+        self._exchange = PackedExchange(_NAME, self._device, self._find_store)
         self._next_loader = 0
 
     def find_location(self) -> str:
@@ -271,7 +280,7 @@ class LoggedValues:
 
 
 #: Values of a rank before its stage has started, which logs none.
-NO_LOGGED_VALUES = LoggedValues(lambda: LocalCollectives(0, 1), lambda value, *_: value, lambda: torch.device("cpu"))
+NO_LOGGED_VALUES = LoggedValues(lambda: LocalCollectives(0, 1), lambda value, *_: value, torch.device("cpu"))
 
 
 def _key_of(metric: LoggedMetric) -> str:
@@ -291,7 +300,7 @@ def _describe(metrics: Sequence[LoggedMetric]) -> _Description:
     ]
 
 
-def _epoch_parts(metrics: Sequence[LoggedMetric]) -> Parts:
+def _epoch_parts(metrics: Sequence[LoggedMetric], device: torch.device) -> Parts:
     """Returns the values of an epoch; a mean has two: the sum over samples and their number.
 
     A metric of torchmetrics has no value here, only its key.
@@ -300,7 +309,7 @@ def _epoch_parts(metrics: Sequence[LoggedMetric]) -> Parts:
     for metric in metrics:
         key = _key_of(metric)
         if not metric.is_tensor:
-            rows.append((key, "max", torch.zeros(1)))
+            rows.append((key, "max", torch.zeros(1, device=device)))
             continue
         rows.append((key, "sum" if metric.is_mean else metric.op, metric.epoch_value))
         if metric.is_mean:
@@ -331,7 +340,7 @@ def _keys_of_readers(error: DifferentPartsError) -> set[str]:
 
 def _error_of(contributions: Sequence[Contribution]) -> LoggedKeysError:
     """Returns the error that names the keys that only some ranks have logged."""
-    reductions = [{key: reduction for key, _, reduction, _, _ in each.description} for each in contributions]
+    reductions = [{key: reduction for key, _, reduction, _, _ in each.description or ()} for each in contributions]
     common = {key for key, reduction in reductions[0].items() if all(each.get(key) == reduction for each in reductions)}
     texts = [
         _text_of(each, common, reductions, " logged values" if number == 0 else "")
@@ -355,6 +364,8 @@ def _text_of(contribution: Contribution, common: set[str], reductions: Sequence[
     """Returns what some ranks reduce, as part of a sentence."""
     verb = "reduces" if len(contribution.ranks) == 1 else "reduce"
     ranks = f"{format_ranks(contribution.ranks)} {verb}"
+    if contribution.description is None:
+        return f"{ranks} other logged values"
     description = sorted(contribution.description)
     own = [entry for entry in description if entry[0] not in common]
     if not description:

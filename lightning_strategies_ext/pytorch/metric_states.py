@@ -27,11 +27,16 @@ _ALIGNMENT: Final = 16
 _Header = list[list[tuple[torch.dtype, tuple[int, ...], int]]]
 
 
-def is_gathered(metric: Metric) -> bool:
+def is_gathered(metric: Metric, device_type: str) -> bool:
     """Returns whether the states of a metric are gathered together with those of other metrics.
 
     The result is the same on all ranks. It is False for metrics with settings of their own for synchronization, metrics
-    that contain metrics, and metrics on GPUs. torchmetrics gathers the states of these metrics.
+    that contain metrics, and metrics whose states are on other devices than that of the rank. torchmetrics gathers the
+    states of these metrics.
+
+    Args:
+        metric: The metric.
+        device_type: Type of the rank's device.
     """
     return not (
         metric.dist_sync_fn is not None
@@ -40,7 +45,8 @@ def is_gathered(metric: Metric) -> bool:
         or metric.dist_sync_on_step
         or not metric.sync_on_compute
         or not metric.compute_with_cache
-        or metric.device.type != "cpu"
+        or metric.device.type != device_type
+        or (metric.compute_on_cpu and device_type != "cpu")
         or synchronizes_itself(metric)
         or any(isinstance(module, Metric) for module in metric.modules() if module is not metric)
     )
@@ -80,8 +86,13 @@ def compute(metric: Metric, states_of_ranks: Sequence[Sequence[Tensor]]) -> None
         metric.dist_sync_fn, metric._update_count = None, num_updates
 
 
-def to_bytes(states: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Returns the states of several metrics as bytes. Equal tensors, such as those of a compute group, occur once."""
+def to_bytes(states: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Returns the states of several metrics as bytes. Equal tensors, such as those of a compute group, occur once.
+
+    Args:
+        states: Tensors of each metric.
+        device: Device of the tensors, and of the result.
+    """
     header: _Header = []
     blobs: list[Tensor] = []
     positions: dict[tuple[Any, ...], int] = {}
@@ -93,22 +104,22 @@ def to_bytes(states: Sequence[Sequence[Tensor]]) -> Tensor:
             blob = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
             key: tuple[Any, ...] = (tensor.dtype, tensor.shape)
             if counts[key] > 1:
-                key += (blake2b(blob.numpy().data, digest_size=16).digest(),)
+                key += (blake2b(blob.cpu().numpy().data, digest_size=16).digest(),)
             if key not in positions:
                 positions[key] = num_bytes
-                blobs += [blob, _padding(len(blob))]
+                blobs += [blob, _padding(len(blob), device)]
                 num_bytes += len(blob) + len(blobs[-1])
             header[-1].append((tensor.dtype, tuple(tensor.shape), positions[key]))
-    pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-    length = torch.tensor([len(pickled), 0], dtype=torch.int64).view(torch.uint8)
-    return torch.cat([length, pickled, _padding(len(pickled)), *blobs])
+    pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(pickled), 0], dtype=torch.int64, device=device).view(torch.uint8)
+    return torch.cat([length, pickled, _padding(len(pickled), device), *blobs])
 
 
 def from_bytes(data: Tensor) -> list[list[Tensor]]:
     """Returns the states of the metrics of a rank; the tensors share the memory of ``data``."""
     length = int(data[:8].view(torch.int64))
-    header: _Header = pickle.loads(data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
-    blobs = data[_ALIGNMENT + length + len(_padding(length)) :]
+    header: _Header = pickle.loads(data[_ALIGNMENT : _ALIGNMENT + length].cpu().numpy().tobytes())
+    blobs = data[_ALIGNMENT + length + -length % _ALIGNMENT :]
     return [
         [
             blobs[at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -130,11 +141,11 @@ def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> 
         The bytes of each rank, in rank order; zeros follow the bytes of ranks with fewer bytes.
     """
     size = collectives.world_size()
-    own = torch.cat([data, torch.zeros(max_num_bytes - len(data), dtype=torch.uint8)])
+    own = torch.cat([data, data.new_zeros(max_num_bytes - len(data))])
     chunk = max(_MAX_GATHERED_NUM_BYTES // size // _ALIGNMENT, 1) * _ALIGNMENT
     received: list[list[Tensor]] = [[] for _ in range(size)]
     for part in own.split(chunk):
-        rows = torch.empty(size * len(part), dtype=torch.uint8)
+        rows = part.new_empty(size * len(part))
         collectives.start_all_gather(rows, part, "metric_states")()
         for parts, row in zip(received, rows.view(size, -1), strict=True):
             parts.append(row)
@@ -152,5 +163,5 @@ def _with_equal_types(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _padding(num_bytes: int) -> Tensor:
-    return torch.zeros(-num_bytes % _ALIGNMENT, dtype=torch.uint8)
+def _padding(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(-num_bytes % _ALIGNMENT, dtype=torch.uint8, device=device)

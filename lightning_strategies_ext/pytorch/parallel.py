@@ -135,8 +135,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def collectives(self) -> Collectives:
         """Collectives of this rank, by default over torch.distributed's default group.
 
-        In a process without a group, each returns its input. The collectives of a failed rank are local, see
-        :class:`.LocalCollectives`.
+        In a process without a group, each returns its input. A failed rank has :class:`.LocalCollectives`.
         """
         return self._stage_context.collectives
 
@@ -356,9 +355,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._enter_stage(replace(group, leave=None))
 
     def _prepare_logging(self, trainer: "pl.Trainer") -> None:
-        """Makes ``self.log`` exchange the values of a step together, on CPUs and with this class's ``reduce``."""
-        self._logged_values = LoggedValues(lambda: self._active_collectives, self.reduce, lambda: self.root_device)
-        is_packed = self.root_device.type == "cpu" and type(self).reduce is ParallelStrategy.reduce
+        """Makes ``self.log`` exchange the values of a step together, with this class's ``reduce``."""
+        settings = self.reduce, self.root_device, lambda: self.prefix_store("logged_values", 0)
+        self._logged_values = LoggedValues(lambda: self._active_collectives, *settings)
+        is_packed = type(self).reduce is ParallelStrategy.reduce and self.collectives.can_gather_on(self.root_device)
         trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives, packed_exchange
-from lightning_strategies_ext.collectives.packed_exchange import DifferentPartsError, PackedExchange, parts_of
+from lightning_strategies_ext.collectives.digest_comparison import MAX_CONTRIBUTIONS, DifferentPartsError
+from lightning_strategies_ext.collectives.packed_exchange import PackedExchange, parts_of
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from tests.support.ranks import run_ranks
 
@@ -184,7 +185,7 @@ def test_an_error_describes_a_few_of_many_different_contributions() -> None:
         key = f"key{collectives.rank()}"
         PackedExchange("test").start(collectives, "kind", ((key,), ("sum",), [torch.ones(())]), lambda: key)()
 
-    size = packed_exchange.MAX_CONTRIBUTIONS + 2
+    size = MAX_CONTRIBUTIONS + 2
     for error in on_ranks(size, run):
         assert not error.has_all
         assert [each.description for each in error.contributions] == [f"key{rank}" for rank in range(size - 2)]
@@ -231,6 +232,68 @@ def test_the_only_rank_keeps_its_values() -> None:
         (value,) = PackedExchange("test").start(collectives, "kind", (("sum",), ("sum",), [own]), list)()
         assert torch.equal(value, own)
         assert value is not own
+
+
+# --- exchanges that the host compares later, as on a GPU ---
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchanges_that_are_compared_later_give_the_same_values(size: int) -> None:
+    store = dist.HashStore()
+
+    def run(collectives: ThreadCollectives) -> Any:
+        exchange = PackedExchange("test", CPU, lambda: store)
+        parts = parts_of(rows_of(collectives.rank()))
+        reduced = exchange.start_deferred(collectives, "kind", parts, list)()
+        exchange.check_deferred(waits=True)
+        operations = [*collectives.operations]
+        compared = exchange.start(collectives, "kind", parts, list)()
+        return dict(zip(parts[0], reduced, strict=True)), dict(zip(parts[0], compared, strict=True)), operations
+
+    for reduced, compared, operations in on_ranks(size, run):
+        assert_reduced(reduced, size)
+        assert_reduced(compared, size)
+        assert operations == ["all_gather"]
+
+
+@pytest.mark.parametrize("num_values", [1, 600])
+def test_different_values_that_are_compared_later_are_nan_or_not_returned(num_values: int) -> None:
+    store = dist.HashStore()
+
+    def run(collectives: ThreadCollectives) -> None:
+        rank = collectives.rank()
+        exchange = PackedExchange("test", CPU, lambda: store)
+        rows = [("other" if rank == 1 else "loss", "mean", torch.ones(num_values)), ("count", "sum", torch.tensor(1))]
+        finish = exchange.start_deferred(collectives, "kind", parts_of(rows), lambda: f"values of rank {rank}")
+        assert num_values == 1, "ranks compare values that need two messages before the second"
+        mean, _ = finish()
+        assert mean.isnan().all()
+        try:
+            exchange.check_deferred(waits=False)
+        finally:
+            assert collectives.operations == ["all_gather"]  # the error needs no collective
+            exchange.check_deferred(waits=False)  # it is raised once
+
+    for error in on_ranks(3, run):
+        assert isinstance(error, DifferentPartsError), error
+        assert [(each.ranks, each.description) for each in error.contributions] == [
+            ([0, 2], "values of rank 0"),
+            ([1], "values of rank 1"),
+        ]
+
+
+def test_an_error_names_the_ranks_if_the_store_of_the_descriptions_is_lost() -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        exchange = PackedExchange("test", CPU, lambda: None)
+        parts = ((f"key{collectives.rank()}",), ("sum",), [torch.ones(())])
+        exchange.start_deferred(collectives, "kind", parts, list)()
+        exchange.check_deferred(waits=True)
+
+    for error in on_ranks(2, run):
+        assert isinstance(error, DifferentPartsError)
+        assert [(each.ranks, each.description) for each in error.contributions] == [([0], None), ([1], None)]
 
 
 def reduce_over(backend: str) -> Any:

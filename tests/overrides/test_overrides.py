@@ -47,7 +47,8 @@ def test_no_entry_is_left_over():
         # The entry is for another release, whose base classes define different methods.
         methods = {entry.overridden} | by_method[entry.override]
         differ = any(len({code == "-" for code in HASHES[method].values()}) > 1 for method in methods)
-        assert by_method[entry.override], f"{entry.override} overrides nothing"
+        is_absent = HASHES[entry.overridden].get(installed().version) == "-"
+        assert by_method[entry.override] or is_absent, f"{entry.override} overrides nothing"
         assert differ, f"{entry.override} does not override {entry.overridden}"
 
 

@@ -83,13 +83,25 @@ class LogsEverything(MLP):
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
 
-def log_with_both() -> list[Any]:
+class ComparesLater(DDPStrategy):
+    """Exchanges values over gloo as over NCCL: the host compares the keys of a step later."""
+
+    def __init__(self) -> None:
+        super().__init__(process_group_backend="gloo")
+
+    def _prepare_logging(self, trainer: pl.Trainer) -> None:
+        super()._prepare_logging(trainer)
+        self._logged_values._find_store = lambda: self.prefix_store("logged_values", 0)
+        self._logged_values.reset()
+
+
+def log_with_all() -> list[Any]:
     seen = []
-    for name in ("ddp_ext", "ddp"):
+    for strategy in ("ddp_ext", ComparesLater(), "ddp"):
         pl.seed_everything(11, verbose=False)
         observes, recorder = Observes(), Recorder()
         trainer = make_trainer(
-            name, callbacks=[observes], logger=recorder, log_every_n_steps=1, num_sanity_val_steps=2, max_epochs=2
+            strategy, callbacks=[observes], logger=recorder, log_every_n_steps=1, num_sanity_val_steps=2, max_epochs=2
         )
         model = LogsEverything()
         trainer.fit(model, loader(48), [loader(32), loader(16)])
@@ -102,8 +114,8 @@ def log_with_both() -> list[Any]:
 
 
 def test_step_and_epoch_values_are_bitwise_those_of_ddp() -> None:
-    for ext, stock in run_ranks(log_with_both):
-        assert ext == stock
+    for ext, compared_later, stock in run_ranks(log_with_all):
+        assert ext == compared_later == stock
         fitted, _, _, seen, received = ext
         assert len(fitted) > 20
         assert len(seen) == 2 + 2 * (6 + 3) + 2  # sanity check, two epochs, validate
@@ -191,7 +203,7 @@ def text_for(hook: str) -> tuple[str, str]:
     )
 
 
-@pytest.mark.parametrize("make_strategy", [over_shm, over_gloo])
+@pytest.mark.parametrize("make_strategy", [over_shm, over_gloo, ComparesLater])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_key_that_only_one_rank_logs_is_an_error_that_names_it(hook: str, make_strategy: Callable[[], Any]) -> None:
     for error in errors(log_in_order, make_strategy, hook, ("ab", "bc")):

@@ -26,6 +26,7 @@ from torchmetrics import (
 from lightning_strategies_ext import DDPStrategy, LoggedKeysError
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.pytorch import metric_states
+from tests.pytorch.test_logged_values import ComparesLater
 from tests.support.horovod_ranks import try_horovod
 from tests.support.models import MLP, make_trainer
 from tests.support.ranks import leave_process_group, outcomes_of_ranks, run_ranks
@@ -131,7 +132,7 @@ def stock() -> Any:
 
 
 def values_with_all() -> list[Any]:
-    return [values_with(make) for make in (stock, partial(over, "shm"), partial(over, "gloo"))]
+    return [values_with(make) for make in (stock, partial(over, "shm"), partial(over, "gloo"), ComparesLater)]
 
 
 @pytest.mark.processes
@@ -266,6 +267,7 @@ def test_a_rank_without_batches_computes_the_metrics_of_the_other_ranks() -> Non
 
 # --- bytes ---
 
+CPU = torch.device("cpu")
 STATES = (
     torch.tensor(2.5),
     torch.arange(6).view(2, 3).T,
@@ -278,7 +280,7 @@ STATES = (
 
 
 def test_states_are_the_same_after_they_were_bytes() -> None:
-    first, second = metric_states.from_bytes(metric_states.to_bytes([STATES, STATES[:1]]))
+    first, second = metric_states.from_bytes(metric_states.to_bytes([STATES, STATES[:1]], CPU))
     for tensor, expected in zip((*first, *second), (*STATES, *STATES[:1]), strict=True):
         assert tensor.dtype == expected.dtype
         assert tensor.shape == expected.shape
@@ -287,7 +289,8 @@ def test_states_are_the_same_after_they_were_bytes() -> None:
 
 def test_equal_states_occur_once() -> None:
     state = torch.rand(1000)
-    once, twice = metric_states.to_bytes([[state]]), metric_states.to_bytes([[state], [state.clone(), state + 1]])
+    once = metric_states.to_bytes([[state]], CPU)
+    twice = metric_states.to_bytes([[state], [state.clone(), state + 1]], CPU)
     assert len(twice) - len(once) < 4000 + 200
     assert torch.equal(metric_states.from_bytes(twice)[1][0], state)
 
@@ -311,5 +314,9 @@ def test_large_states_are_gathered_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_metrics_with_settings_of_their_own_are_left_to_torchmetrics(metric: Metric) -> None:
-    assert not metric_states.is_gathered(metric)
-    assert metric_states.is_gathered(MeanMetric())
+    assert not metric_states.is_gathered(metric, "cpu")
+    assert metric_states.is_gathered(MeanMetric(), "cpu")
+
+
+def test_metrics_on_the_cpu_are_left_to_torchmetrics_if_the_rank_has_a_gpu() -> None:
+    assert not metric_states.is_gathered(MeanMetric(), "cuda")
