@@ -128,10 +128,6 @@ class Collectives(ABC):
             Function that waits until the operation has ended.
         """
 
-    def can_gather_on(self, device: torch.device) -> bool:
-        """Returns whether :meth:`start_all_gather` supports tensors on a device."""
-        return device.type in ("cpu", "cuda")
-
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
         """Waits until all ranks have called it.

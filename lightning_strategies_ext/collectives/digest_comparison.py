@@ -1,19 +1,23 @@
 """Comparison of the values that ranks pass to a packed exchange, see :mod:`.packed_exchange`.
 
-The ranks have different values if their digests differ. Over gloo, Horovod, and ``shm``, the host compares the digests
-before it uses a value. On a GPU, it compares them later.
+The ranks have different values if their digests differ. The error has a description of the values of each rank. Ranks
+that compare at the same time send their descriptions. On GPUs, they compare at different times, so each rank publishes
+its descriptions in a store before the exchange.
 """
 
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from lightning_strategies_ext._system.gpu_sync import synchronize_gpu
+from lightning_strategies_ext._system.gpu_sync import is_aborted
+from lightning_strategies_ext.collectives.packed_layout import ABSENT, FINAL
 
 
 class Contribution(NamedTuple):
@@ -31,7 +35,7 @@ class Contribution(NamedTuple):
 
 
 class DifferentPartsError(Exception):
-    """The ranks have passed values of different names, reductions, dtypes, or shapes. Raised on every rank.
+    """The ranks have passed values of different names, reductions, dtypes, or shapes.
 
     Attributes:
         contributions: One entry for each distinct set of values, in the order of its first rank; at most
@@ -49,20 +53,39 @@ class DifferentPartsError(Exception):
 MAX_CONTRIBUTIONS: Final = 8
 
 
-class DeferredComparison:
-    """Digests of exchanges on a GPU, which the host compares when the GPU has completed the exchanges.
-
-    Ranks may compare an exchange after different collectives, so an error must not start one. Each rank therefore
-    publishes the description of its values in a store before the first exchange of them.
+def error_of(
+    digests: Sequence[int], flags: Sequence[int], description_of: Callable[[int, int], Any]
+) -> DifferentPartsError:
+    """Returns the error for ranks with different values.
 
     Args:
-        find_store: Function that returns the store of all ranks; called before the first exchange.
+        digests: Digest of each rank.
+        flags: Flag of each rank; those that are absent have no values.
+        description_of: Function that returns the description of a rank, given the rank and its digest.
+    """
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for rank, (digest, flag) in enumerate(zip(digests, flags, strict=True)):
+        if flag != ABSENT:
+            ranks.setdefault((digest, flag), []).append(rank)
+    contributions = [
+        Contribution(ranks_of_part, flag == FINAL, description_of(ranks_of_part[0], digest))
+        for (digest, flag), ranks_of_part in [*ranks.items()][:MAX_CONTRIBUTIONS]
+    ]
+    return DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
+
+
+class DeferredComparison:
+    """Compares the digests of exchanges on a GPU after the GPU has completed them. Its errors need no collective.
+
+    Args:
+        find_store: Function that returns a store of all ranks whose keys no other object uses; None if there are no
+            other ranks. It is called before the first exchange.
     """
 
     def __init__(self, find_store: Callable[[], Store | None]) -> None:
         self._find_store = find_store
         self._store: Store | None = None
-        self._published: set[int] = set()
+        self._published: dict[int, Any] = {}
         self._pending: deque[tuple[torch.cuda.Event | None, Tensor, int]] = deque()
 
     def publish(self, rank: int, digest: int, describe: Callable[[], Any]) -> None:
@@ -77,13 +100,14 @@ class DeferredComparison:
             return
         if self._store is None:
             self._store = self._find_store()
-        if self._store is not None:
-            self._store.set(f"{rank}/{digest}", json.dumps(describe()))
-        self._published.add(digest)
+        self._published[digest] = describe()
+        with suppress(RuntimeError):  # the process of the store has exited, so the exchange will fail
+            if self._store is not None:
+                self._store.set(f"{rank}/{digest}", json.dumps(self._published[digest]))
 
     def add(self, digests: Tensor, own: int) -> None:
         """Starts to copy the digests of all ranks to the host; ``own`` is this rank's digest."""
-        copy = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=digests.is_cuda)
+        copy = torch.empty(digests.shape, dtype=digests.dtype, device="cpu", pin_memory=digests.is_cuda)
         copy.copy_(digests, non_blocking=True)
         event = torch.cuda.Event() if digests.is_cuda else None
         if event is not None:
@@ -91,7 +115,15 @@ class DeferredComparison:
         self._pending.append((event, copy, own))
 
     def check(self, *, waits: bool) -> None:
-        """Compares digests, see :meth:`PackedExchange.check_deferred`."""
+        """Compares the digests that have been copied.
+
+        Args:
+            waits: Whether to wait for digests that have not been copied yet.
+
+        Raises:
+            DifferentPartsError: If digests differ.
+            torch.distributed.DistBackendError: If digests differ because collectives were aborted.
+        """
         while self._pending:
             event, digests, own = self._pending[0]
             if event is not None and not event.query():
@@ -100,22 +132,14 @@ class DeferredComparison:
                 event.synchronize()
             self._pending.popleft()
             if (digests != own).any():
-                synchronize_gpu()  # raises if the exchange was aborted, so that the digests are undefined
-                self._raise_difference(digests.tolist())
+                if is_aborted():
+                    raise dist.DistBackendError("The exchange of logged values was aborted.")
+                raise error_of(digests.tolist(), [FINAL] * len(digests), self.read)
 
-    def _raise_difference(self, digests: Sequence[int]) -> None:
-        ranks: dict[int, list[int]] = {}
-        for rank, digest in enumerate(digests):
-            ranks.setdefault(digest, []).append(rank)
-        contributions = [
-            Contribution(ranks_of_part, True, self._read(ranks_of_part[0], digest))
-            for digest, ranks_of_part in [*ranks.items()][:MAX_CONTRIBUTIONS]
-        ]
-        raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
-
-    def _read(self, rank: int, digest: int) -> Any:
+    def read(self, rank: int, digest: int) -> Any:
+        """Returns the description that a rank has published, or this rank's own of equal values; None without both."""
         key = f"{rank}/{digest}"
-        try:
-            return None if self._store is None or not self._store.check([key]) else json.loads(self._store.get(key))
-        except RuntimeError:  # the process of the store has exited, possibly because it has compared earlier
-            return None
+        with suppress(RuntimeError):  # the process of the store has exited, possibly because it has raised the error
+            if self._store is not None and self._store.check([key]):
+                return json.loads(self._store.get(key))
+        return self._published.get(digest)

@@ -3,13 +3,13 @@
 Each rank sends a message of fixed size: a digest of the names, reductions, dtypes, and shapes of its values, then the
 values, each in its own dtype. Every rank compares the digests of all ranks before it uses a value, and then reduces in
 rank order. Values are matched by name, so the order in which a rank lists them does not matter. If the ranks have
-different names, every rank raises :class:`DifferentPartsError`.
+different names, every rank raises :class:`.DifferentPartsError`.
 
 Values that do not fit into the message take one more all-gather. More than :data:`MAX_GATHERED_RANKS` ranks first
 compare their digests, and then reduce the values with one all-reduce per dtype and reduction.
 
-On a GPU, a comparison on the host would wait for the GPU. :meth:`PackedExchange.start_deferred` does not: the GPU
-compares the digests and turns the values into NaN if they differ, and the host reads the digests later.
+A comparison by the host waits for a GPU. With :meth:`PackedExchange.start_deferred`, the GPU compares the digests and
+turns the values into NaN if they differ, and the host reads the digests later.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from lightning_strategies_ext.collectives.base import Collectives
-from lightning_strategies_ext.collectives.digest_comparison import (
-    MAX_CONTRIBUTIONS,
-    Contribution,
-    DeferredComparison,
-    DifferentPartsError,
-)
+from lightning_strategies_ext.collectives.digest_comparison import DeferredComparison, error_of
 from lightning_strategies_ext.collectives.packed_layout import (
     ABSENT,
     FINAL,
@@ -55,8 +50,8 @@ class PackedExchange:
     Args:
         name: Name of the exchange, equal on all ranks; at most one exchange of a name is pending at a time.
         device: Device of the values.
-        find_store: For :meth:`start_deferred`, function that returns the store of all ranks, as a part in which no
-            other exchange publishes; None if there are no other ranks.
+        find_store: Function that :class:`.DeferredComparison` requires. It is necessary for :meth:`start_deferred`. The
+            ranks then compare in all exchanges without a collective.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class PackedExchange:
 
         Returns:
             Function that waits for the other ranks and returns the reduced values in the order of ``parts``, or raises
-            :class:`DifferentPartsError`. All ranks call it, after the same collectives.
+            :class:`.DifferentPartsError`. All ranks call it, after the same collectives.
 
         Raises:
             DifferentPartsError: If values do not fit into one message, or there are more than
@@ -98,9 +93,7 @@ class PackedExchange:
         """
         _, _, values = parts
         if collectives is not self._collectives:
-            self._collectives = collectives
-            self._rank = None if collectives.is_local else collectives.rank()
-            self._size = 1 if self._rank is None else collectives.world_size()
+            self._use(collectives)
         rank, size = self._rank, self._size
         if rank is None or size == 1:
             copies = [value.clone() for value in values]
@@ -141,12 +134,15 @@ class PackedExchange:
         Returns:
             Function that returns the reduced values in the order of ``parts``, and does not wait for a GPU.
         """
-        comparison, size = self._comparison, 1 if collectives.is_local else collectives.world_size()
+        if collectives is not self._collectives:
+            self._use(collectives)
+        comparison, rank, size = self._comparison, self._rank, self._size
         layout = self._layout_of(kind, parts)
-        if comparison is None or not 1 < size <= MAX_GATHERED_RANKS or layout.num_bytes > INLINE_NUM_BYTES:
+        is_short = layout.num_bytes <= INLINE_NUM_BYTES and 1 < size <= MAX_GATHERED_RANKS
+        if comparison is None or rank is None or not is_short:
             return self.start(collectives, kind, parts, describe)
-        comparison.publish(collectives.rank() or 0, layout.digest, describe)
-        message, _ = layout.pack(parts[2], FINAL, self._device)
+        comparison.publish(rank, layout.digest, describe)
+        message, _ = layout.pack(parts[2], FINAL)
         gathered = message.new_empty(size * len(message))
         finish_gather = collectives.start_all_gather(gathered, message, self._name)
 
@@ -160,14 +156,7 @@ class PackedExchange:
         return finish
 
     def check_deferred(self, *, waits: bool) -> None:
-        """Compares the digests of deferred exchanges that the GPU has completed.
-
-        Args:
-            waits: Whether to wait for the GPU to complete all of them.
-
-        Raises:
-            DifferentPartsError: If the ranks have had different values.
-        """
+        """Compares the digests of deferred exchanges, see :meth:`.DeferredComparison.check`."""
         if self._comparison is not None:
             self._comparison.check(waits=waits)
 
@@ -180,7 +169,8 @@ class PackedExchange:
         flag: int,
     ) -> Callable[[], list[Tensor]]:
         """Compares the digests before it returns: only ranks with equal digests have rests of equal size."""
-        message, rest = layout.pack(values, flag, self._device)
+        self._publish(collectives, layout, describe)
+        message, rest = layout.pack(values, flag)
         rows, header = self._gather(collectives, message)
         digests, _, flags, _ = header
         if digests.count(layout.digest) != len(digests):
@@ -198,26 +188,33 @@ class PackedExchange:
         return rows[:, HEADER_NUM_BYTES:], rows[:, :HEADER_NUM_BYTES].view(torch.int64).mT.tolist()
 
     def run_with_absent(
-        self, collectives: Collectives, kind: str, parts: Parts | None, describe: Callable[[], Any]
-    ) -> tuple[Any, list[Tensor]] | None:
+        self,
+        collectives: Collectives,
+        kind: str,
+        parts: Parts | None,
+        describe: Callable[[], Any],
+        attach: Callable[[], Any],
+    ) -> tuple[Any, Any, list[Tensor]] | None:
         """Reduces the values of some ranks; other ranks have none, and receive the results.
 
         Args:
             collectives: Collectives of all ranks.
             kind: Kind of the values, equal on all ranks.
             parts: This rank's values, possibly none; None if this rank is absent. A mean is not supported.
-            describe: Function that returns a picklable description of the values.
+            describe: Function that returns a description of the values, as for :meth:`start`.
+            attach: Function that returns an object that absent ranks receive, too; it can be pickled.
 
         Returns:
-            Description of the values by the first rank that is not absent, and the reduced values in the order of that
-            rank; None if no rank has values.
+            Of the first rank that is not absent: the description and the attached object; and the reduced values in the
+            order of that rank. None if no rank has values.
 
         Raises:
             DifferentPartsError: If ranks that are not absent have different values.
         """
         keys, ops, values = parts or parts_of(())
         layout = self._layout_of(kind, (keys, ops, values))
-        message, rest = layout.pack(values, ABSENT if parts is None else FINAL, self._device)
+        self._publish(collectives, layout, describe)
+        message, rest = layout.pack(values, ABSENT if parts is None else FINAL)
         rows, header = self._gather(collectives, message)
         digests, sizes, flags, _ = header
         present = [rank for rank, flag in enumerate(flags) if flag != ABSENT]
@@ -228,17 +225,26 @@ class PackedExchange:
         signature = [
             (key, op, value.dtype, tuple(value.shape)) for key, op, value in zip(keys, ops, values, strict=True)
         ]
-        signature, description = collectives.broadcast((signature, describe()), present[0])
+        signature, description, attached = collectives.broadcast((signature, describe(), attach()), present[0])
         if parts is None:
             keys, ops, values = parts_of(
                 (key, op, torch.zeros(shape, dtype=dtype, device=self._device)) for key, op, dtype, shape in signature
             )
             layout = self._layout_of(kind, (keys, ops, values))
-            _, rest = layout.pack(values, FINAL, self._device)
+            _, rest = layout.pack(values)
         if rest is not None:
             rows = self._start_rest(collectives, rows, rest)()
         reduced = dict(zip(keys, layout.reduce(rows[present]), strict=True))
-        return description, [reduced[key] for key, *_ in signature]
+        return description, attached, [reduced[key] for key, *_ in signature]
+
+    def _use(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._rank = None if collectives.is_local else collectives.rank()
+        self._size = 1 if self._rank is None else collectives.world_size()
+
+    def _publish(self, collectives: Collectives, layout: PackedLayout, describe: Callable[[], Any]) -> None:
+        if self._comparison is not None:
+            self._comparison.publish(collectives.rank() or 0, layout.digest, describe)
 
     def _start_rest(self, collectives: Collectives, first: Tensor, rest: Tensor) -> Callable[[], Tensor]:
         rests = rest.new_empty(len(first) * len(rest))
@@ -258,7 +264,7 @@ class PackedExchange:
         if layout is None:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[signature] = PackedLayout(kind, keys, ops, values)
+            layout = self._layouts[signature] = PackedLayout(kind, keys, ops, values, self._device)
         return layout
 
     def _start_all_reduces(
@@ -296,17 +302,12 @@ class PackedExchange:
     def _raise_difference(
         self, collectives: Collectives, digests: Sequence[int], flags: Sequence[int], describe: Callable[[], Any]
     ) -> None:
-        ranks: dict[tuple[int, int], list[int]] = {}
-        for rank, (digest, flag) in enumerate(zip(digests, flags, strict=True)):
-            if flag != ABSENT:
-                ranks.setdefault((digest, flag), []).append(rank)
+        if self._comparison is not None:
+            raise error_of(digests, flags, self._comparison.read)
         description = describe()
-        contributions = [
-            Contribution(ranks_of_part, flag == FINAL, collectives.broadcast(description, ranks_of_part[0]))
-            for (_, flag), ranks_of_part in [*ranks.items()][:MAX_CONTRIBUTIONS]
-        ]
+        error = error_of(digests, flags, lambda rank, _: collectives.broadcast(description, rank))
         collectives.barrier()  # a rank that raises leaves the collectives, so all must have the descriptions
-        raise DifferentPartsError(contributions, has_all=len(ranks) <= MAX_CONTRIBUTIONS)
+        raise error
 
 
 def parts_of(rows: Iterable[tuple[str, str, Tensor]]) -> Parts:

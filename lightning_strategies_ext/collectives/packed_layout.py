@@ -62,6 +62,7 @@ class PackedLayout:
         keys: Names of the values, in any order.
         ops: Reduction of each value.
         values: The values.
+        device: Device of the values.
 
     Attributes:
         digest: Signed 64-bit digest.
@@ -77,7 +78,9 @@ class PackedLayout:
     gathered_digests: "memoryview[int]"
     gathered_flags: "memoryview[int]"
 
-    def __init__(self, kind: str, keys: Sequence[str], ops: Sequence[str], values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, kind: str, keys: Sequence[str], ops: Sequence[str], values: Sequence[Tensor], device: torch.device
+    ) -> None:
         sort_keys = [
             (-value.element_size(), str(value.dtype), op, key, tuple(value.shape))
             for key, op, value in zip(keys, ops, values, strict=True)
@@ -96,31 +99,28 @@ class PackedLayout:
             self.segments.append(_Segment(dtype, op, indices, sizes, num_bytes, are_scalars, itemgetter(*indices)))
         self.num_bytes = sum(segment.num_bytes for segment in self.segments)
         self._rank_and_size = (0, 0)
-        self._headers: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._device = device
+        self._headers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def pack(self, values: Sequence[Tensor], flag: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Returns the first message as words, and the rest of the values as bytes if they do not fit into it.
-
-        Args:
-            values: The values.
-            flag: Flag of the message.
-            device: Device of the values, and of the result.
-        """
-        header, padding = self._header_and_padding(flag, device)
+    def pack(self, values: Sequence[Tensor], flag: int = FINAL) -> tuple[Tensor, Tensor | None]:
+        """Returns the first message as words, and the rest of the values as bytes if they do not fit into it."""
+        header, padding = self._header_and_padding(flag)
         parts = (part.reshape(-1).view(torch.uint8) for part in self.concatenated(values))
         message = torch.cat([header, *parts, padding])
         first, rest = message[:MESSAGE_NUM_BYTES].view(torch.int64), message[MESSAGE_NUM_BYTES:]
         return first, rest if self.num_bytes > INLINE_NUM_BYTES else None
 
-    def _header_and_padding(self, flag: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        cached = self._headers.get((flag, device))
-        if cached is None:  # a copy to a GPU makes the host wait for the GPU
+    def _header_and_padding(self, flag: int) -> tuple[Tensor, Tensor]:
+        cached = self._headers.get(flag)
+        if cached is None:
             num_padding = INLINE_NUM_BYTES - self.num_bytes
             num_zeros = num_padding if num_padding >= 0 else num_padding % _ALIGNMENT
             with torch.inference_mode(False):
-                words = torch.tensor([self.digest, self.num_bytes, flag, 0], dtype=torch.int64, device=device)
-                cached = words.view(torch.uint8), torch.zeros(num_zeros, dtype=torch.uint8, device=device)
-            self._headers[flag, device] = cached
+                words = torch.zeros(HEADER_NUM_BYTES // _WORD_NUM_BYTES, dtype=torch.int64, device=self._device)
+                for index, word in enumerate((self.digest, self.num_bytes, flag)):
+                    words[index].fill_(word)  # a copy of a host tensor to a GPU would wait for the GPU
+                cached = words.view(torch.uint8), torch.zeros(num_zeros, dtype=torch.uint8, device=self._device)
+            self._headers[flag] = cached
         return cached
 
     def pack_in_place(self, values: Sequence[Tensor], flag: int, rank: int, size: int) -> None:
@@ -185,7 +185,7 @@ class PackedLayout:
         return self._reduce(self._separated_rows(rows))
 
     def reduce_at_once(self, rows: Tensor, is_invalid: Tensor) -> list[Tensor]:
-        """Reduces as :meth:`reduce`, with one operation for all ranks: each operation on a GPU takes as long.
+        """Reduces as :meth:`reduce`, but all ranks in one operation: on a GPU, the number of operations counts.
 
         Args:
             rows: Bytes of the values, one row per rank.

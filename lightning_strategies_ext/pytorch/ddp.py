@@ -252,7 +252,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
             self._features.attach(user_modules.unwrapped_optimizers(self.optimizers))
-        self._prepare_logging(trainer)
+        self._prepare_logging(trainer, self._process_group_backend)
         self._begin_stage(trainer)
 
     @override

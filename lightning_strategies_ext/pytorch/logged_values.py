@@ -9,11 +9,13 @@ matched by key (:mod:`.packed_exchange`). Metrics of torchmetrics are computed t
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
@@ -30,6 +32,7 @@ from lightning_strategies_ext.collectives.packed_exchange import PackedExchange,
 from lightning_strategies_ext.exceptions import LoggedKeysError
 from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.pytorch import metric_states
+from lightning_strategies_ext.torch_distributed.backend_checks import backends_in
 
 #: Name of the exchanges, from which the collectives derive their identity.
 _NAME = "logged_values"
@@ -49,7 +52,7 @@ class LoggedValues:
         collectives: Function that returns the current collectives of this rank.
         reduce: Function that Lightning passes to ``self.log`` for synchronized values.
         device: Device of this rank.
-        find_store: Function that returns the store of all ranks, for the values of steps on a GPU.
+        find_store: Function that returns a store of all ranks, in which they publish descriptions on GPUs.
 
     Attributes:
         device_type: Type of this rank's device; values on other devices are not exchanged together.
@@ -241,17 +244,14 @@ class LoggedValues:
         metrics = [metric for metric in missing if metric.is_of_batches]
         parts = _epoch_parts(metrics, self._device) if has_batches else None
 
-        def describe() -> tuple[_Description, list[dict[str, Any]]]:
-            return _describe(metrics), [metric.settings for metric in metrics]
-
+        functions = partial(_describe, metrics), lambda: [metric.settings for metric in metrics]
         try:
-            reduced = self._exchange.run_with_absent(self._collectives(), "evaluation", parts, describe)
+            reduced = self._exchange.run_with_absent(self._collectives(), "evaluation", parts, *functions)
         except DifferentPartsError as error:
-            contributions = [each._replace(description=each.description[0]) for each in error.contributions]
-            raise _error_of(contributions) from None
+            raise _error_of(error.contributions) from None
         if reduced is None:
             return
-        (description, settings), parts_of_first = reduced
+        description, settings, parts_of_first = reduced
         values = dict(zip((entry[0] for entry in description), _epoch_values(description, parts_of_first), strict=True))
         for metric in metrics:
             if metric.is_tensor:
@@ -277,6 +277,18 @@ class LoggedValues:
             if is_user_code(path):
                 return f"{path}:{line}".removeprefix(os.getcwd() + os.sep)
         return ""
+
+
+def can_exchange(device: torch.device, backend: str | None) -> bool:
+    """Returns whether ranks exchange values together: on CPUs, and over NCCL.
+
+    Args:
+        device: Device of this rank.
+        backend: Backend of torch.distributed; None for the default of the device, empty for another engine.
+    """
+    if backend is None:
+        backend = dist.Backend.default_device_backend_map.get(device.type, "")
+    return device.type == "cpu" or (device.type == "cuda" and "nccl" in backends_in(backend))
 
 
 #: Values of a rank before its stage has started, which logs none.
@@ -328,7 +340,7 @@ def _epoch_values(description: _Description, parts: Sequence[Tensor]) -> list[Te
 
 def _keys_of_readers(error: DifferentPartsError) -> set[str]:
     """Returns the keys that all ranks have, if ranks that read a value have logged only some keys of the others."""
-    keys = [{(key, reduction) for key, _, reduction, _, _ in each.description} for each in error.contributions]
+    keys = [{(key, reduction) for key, _, reduction, _, _ in each.description or ()} for each in error.contributions]
     final = [own for own, each in zip(keys, error.contributions, strict=True) if each.is_final]
     reading = [own for own, each in zip(keys, error.contributions, strict=True) if not each.is_final]
     if not error.has_all or not reading or any(own != final[0] for own in final):

@@ -7,9 +7,7 @@ itself therefore reduces the states, and their dtypes and shapes may differ betw
 """
 
 import pickle
-from collections import Counter
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Final
 
 import torch
@@ -23,8 +21,10 @@ from lightning_strategies_ext.collectives import Collectives
 #: Largest number of bytes of all ranks that one all-gather receives.
 _MAX_GATHERED_NUM_BYTES: Final = 64 << 20
 _ALIGNMENT: Final = 16
-#: Data type, shape, and position in the bytes of each tensor of a metric.
-_Header = list[list[tuple[torch.dtype, tuple[int, ...], int]]]
+#: Size from which a tensor is compared with others of its dtype and shape, so that equal tensors occur once.
+_MIN_COMPARED_NUM_BYTES: Final = 16 << 10
+#: Data type, shape, and position in the bytes of each tensor of a metric, and whether it is on the CPU.
+_Header = list[list[tuple[torch.dtype, tuple[int, ...], int, bool]]]
 
 
 def is_gathered(metric: Metric, device_type: str) -> bool:
@@ -87,46 +87,46 @@ def compute(metric: Metric, states_of_ranks: Sequence[Sequence[Tensor]]) -> None
 
 
 def to_bytes(states: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Returns the states of several metrics as bytes. Equal tensors, such as those of a compute group, occur once.
+    """Returns the states of several metrics as bytes. Equal large tensors, as of a compute group, occur once.
 
     Args:
         states: Tensors of each metric.
-        device: Device of the tensors, and of the result.
+        device: Device of the result.
     """
     header: _Header = []
     blobs: list[Tensor] = []
-    positions: dict[tuple[Any, ...], int] = {}
+    large: dict[tuple[torch.dtype, torch.Size], list[tuple[Tensor, int]]] = {}
     num_bytes = 0
-    counts = Counter((tensor.dtype, tensor.shape) for tensors in states for tensor in tensors)
     for tensors in states:
         header.append([])
         for tensor in tensors:
-            blob = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-            key: tuple[Any, ...] = (tensor.dtype, tensor.shape)
-            if counts[key] > 1:
-                key += (blake2b(blob.cpu().numpy().data, digest_size=16).digest(),)
-            if key not in positions:
-                positions[key] = num_bytes
+            blob = tensor.detach().to(device).reshape(-1).contiguous().view(torch.uint8)
+            others = large.setdefault((tensor.dtype, tensor.shape), []) if len(blob) >= _MIN_COMPARED_NUM_BYTES else []
+            at = next((at for other, at in others if torch.equal(other, blob)), num_bytes)
+            if at == num_bytes:
+                others.append((blob, at))
                 blobs += [blob, _padding(len(blob), device)]
                 num_bytes += len(blob) + len(blobs[-1])
-            header[-1].append((tensor.dtype, tuple(tensor.shape), positions[key]))
+            header[-1].append((tensor.dtype, tuple(tensor.shape), at, tensor.is_cpu))
     pickled = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(device)
     length = torch.tensor([len(pickled), 0], dtype=torch.int64, device=device).view(torch.uint8)
     return torch.cat([length, pickled, _padding(len(pickled), device), *blobs])
 
 
 def from_bytes(data: Tensor) -> list[list[Tensor]]:
-    """Returns the states of the metrics of a rank; the tensors share the memory of ``data``."""
+    """Returns the states of the metrics of a rank; tensors on the device of ``data`` share its memory."""
     length = int(data[:8].view(torch.int64))
     header: _Header = pickle.loads(data[_ALIGNMENT : _ALIGNMENT + length].cpu().numpy().tobytes())
     blobs = data[_ALIGNMENT + length + -length % _ALIGNMENT :]
     return [
-        [
-            blobs[at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for dtype, shape, at in tensors
-        ]
+        [_tensor_at(blobs, dtype, shape, at, is_on_host=is_on_host) for dtype, shape, at, is_on_host in tensors]
         for tensors in header
     ]
+
+
+def _tensor_at(blobs: Tensor, dtype: torch.dtype, shape: tuple[int, ...], at: int, *, is_on_host: bool) -> Tensor:
+    tensor = blobs[at : at + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return tensor.cpu() if is_on_host else tensor
 
 
 def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> list[Tensor]:
@@ -141,15 +141,17 @@ def gather_bytes(collectives: Collectives, data: Tensor, max_num_bytes: int) -> 
         The bytes of each rank, in rank order; zeros follow the bytes of ranks with fewer bytes.
     """
     size = collectives.world_size()
-    own = torch.cat([data, data.new_zeros(max_num_bytes - len(data))])
+    own = data if len(data) == max_num_bytes else torch.cat([data, data.new_zeros(max_num_bytes - len(data))])
     chunk = max(_MAX_GATHERED_NUM_BYTES // size // _ALIGNMENT, 1) * _ALIGNMENT
-    received: list[list[Tensor]] = [[] for _ in range(size)]
-    for part in own.split(chunk):
-        rows = part.new_empty(size * len(part))
+    gathered = own.new_empty(size, max_num_bytes)
+    for start in range(0, max_num_bytes, chunk):
+        part = own[start : start + chunk]
+        is_all = len(part) == max_num_bytes
+        rows = gathered.view(-1) if is_all else part.new_empty(size * len(part))
         collectives.start_all_gather(rows, part, "metric_states")()
-        for parts, row in zip(received, rows.view(size, -1), strict=True):
-            parts.append(row)
-    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in received]
+        if not is_all:
+            gathered[:, start : start + chunk] = rows.view(size, -1)
+    return [*gathered]
 
 
 def _with_equal_types(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.agreement import start_agreement
 from lightning_strategies_ext.pytorch.checks import check_arguments
 from lightning_strategies_ext.pytorch.exchange_comparison import check_recorded_exchanges
-from lightning_strategies_ext.pytorch.logged_values import NO_LOGGED_VALUES, LoggedValues
+from lightning_strategies_ext.pytorch.logged_values import NO_LOGGED_VALUES, LoggedValues, can_exchange
 from lightning_strategies_ext.pytorch.step_losses import check_has_loss
 from lightning_strategies_ext.pytorch.stopping import start_stop_agreement
 from lightning_strategies_ext.registry import describe, register_strategies
@@ -354,11 +354,11 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             group.leave()
             self._enter_stage(replace(group, leave=None))
 
-    def _prepare_logging(self, trainer: "pl.Trainer") -> None:
+    def _prepare_logging(self, trainer: "pl.Trainer", backend: str | None = "") -> None:
         """Makes ``self.log`` exchange the values of a step together, with this class's ``reduce``."""
         settings = self.reduce, self.root_device, lambda: self.prefix_store("logged_values", 0)
         self._logged_values = LoggedValues(lambda: self._active_collectives, *settings)
-        is_packed = type(self).reduce is ParallelStrategy.reduce and self.collectives.can_gather_on(self.root_device)
+        is_packed = type(self).reduce is ParallelStrategy.reduce and can_exchange(self.root_device, backend)
         trainer_logging.prepare_logging(trainer, self._logged_values if is_packed else None)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:

@@ -103,11 +103,6 @@ class TorchCollectives(Collectives):
         finally:
             current.identity = before
 
-    def can_gather_on(self, device: torch.device) -> bool:
-        """Returns whether :meth:`start_all_gather` supports tensors on a device; on GPUs, NCCL does."""
-        is_in_group = process_group.is_initialized()
-        return device.type == "cpu" or (device.type == "cuda" and (not is_in_group or dist.get_backend() == "nccl"))
-
     def barrier(self, name: str | None = None) -> None:
         """Returns when all ranks have called it.
 

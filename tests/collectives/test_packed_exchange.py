@@ -1,5 +1,6 @@
 """:mod:`lightning_strategies_ext.collectives.packed_exchange`: one message, with values matched by name."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -11,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives, packed_exchange
-from lightning_strategies_ext.collectives.digest_comparison import MAX_CONTRIBUTIONS, DifferentPartsError
+from lightning_strategies_ext.collectives.digest_comparison import (
+    MAX_CONTRIBUTIONS,
+    DeferredComparison,
+    DifferentPartsError,
+)
 from lightning_strategies_ext.collectives.packed_exchange import PackedExchange, parts_of
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from tests.support.ranks import run_ranks
@@ -210,10 +215,12 @@ def test_ranks_without_values_receive_those_of_other_ranks(num_values: int) -> N
             ("count", "sum", torch.tensor(rank)),
         ]
         own = None if rank == 1 else parts_of(rows[:: -1 if rank == 2 else 1])
-        return PackedExchange("test").run_with_absent(collectives, "kind", own, lambda: f"values of rank {rank}")
+        functions = lambda: f"values of rank {rank}", lambda: {rank}
+        return PackedExchange("test").run_with_absent(collectives, "kind", own, *functions)
 
-    for description, (total, count) in on_ranks(3, run):
+    for description, attached, (total, count) in on_ranks(3, run):
         assert description == "values of rank 0"
+        assert attached == {0}
         assert torch.equal(total, torch.full((num_values,), 4.0))
         assert count == 2
 
@@ -221,7 +228,7 @@ def test_ranks_without_values_receive_those_of_other_ranks(num_values: int) -> N
 def test_nothing_is_received_if_no_rank_has_values() -> None:
     def run(collectives: ThreadCollectives) -> Any:
         own = None if collectives.rank() else parts_of(())
-        return PackedExchange("test").run_with_absent(collectives, "kind", own, list), collectives.operations
+        return PackedExchange("test").run_with_absent(collectives, "kind", own, list, list), collectives.operations
 
     assert on_ranks(2, run) == [(None, ["all_gather"])] * 2
 
@@ -266,17 +273,23 @@ def test_different_values_that_are_compared_later_are_nan_or_not_returned(num_va
         rank = collectives.rank()
         exchange = PackedExchange("test", CPU, lambda: store)
         rows = [("other" if rank == 1 else "loss", "mean", torch.ones(num_values)), ("count", "sum", torch.tensor(1))]
-        finish = exchange.start_deferred(collectives, "kind", parts_of(rows), lambda: f"values of rank {rank}")
-        assert num_values == 1, "ranks compare values that need two messages before the second"
+        finish = None
+        with contextlib.suppress(DifferentPartsError if num_values > 1 else ()):
+            finish = exchange.start_deferred(collectives, "kind", parts_of(rows), lambda: f"values of rank {rank}")
+        assert collectives.operations == ["all_gather"]  # the error needs no collective
+        if finish is None:  # the ranks compare values that need two messages before the second
+            raise KeyError
         mean, _ = finish()
         assert mean.isnan().all()
         try:
             exchange.check_deferred(waits=False)
         finally:
-            assert collectives.operations == ["all_gather"]  # the error needs no collective
-            exchange.check_deferred(waits=False)  # it is raised once
+            exchange.check_deferred(waits=False)  # the error is raised once
 
     for error in on_ranks(3, run):
+        if num_values > 1:
+            assert isinstance(error, KeyError), error
+            continue
         assert isinstance(error, DifferentPartsError), error
         assert [(each.ranks, each.description) for each in error.contributions] == [
             ([0, 2], "values of rank 0"),
@@ -284,16 +297,72 @@ def test_different_values_that_are_compared_later_are_nan_or_not_returned(num_va
         ]
 
 
-def test_an_error_names_the_ranks_if_the_store_of_the_descriptions_is_lost() -> None:
+@pytest.mark.parametrize("other", ["long", "epoch", "evaluation"])
+def test_ranks_that_compare_at_different_times_start_the_same_collectives(other: str) -> None:
+    store = dist.HashStore()
+
     def run(collectives: ThreadCollectives) -> None:
-        exchange = PackedExchange("test", CPU, lambda: None)
-        parts = ((f"key{collectives.rank()}",), ("sum",), [torch.ones(())])
-        exchange.start_deferred(collectives, "kind", parts, list)()
-        exchange.check_deferred(waits=True)
+        rank = collectives.rank()
+        exchange = PackedExchange("test", CPU, lambda: store)
+        describe = lambda: f"values of rank {rank}"  # noqa: E731
+        parts = parts_of([("loss", "sum", torch.ones(249 if rank == 1 and other == "long" else 248))])
+        try:
+            if rank == 0 or other == "long":
+                exchange.start_deferred(collectives, "step", parts, describe)()
+                exchange.check_deferred(waits=True)
+            elif other == "epoch":
+                exchange.start(collectives, "epoch", parts, describe)()
+            else:
+                exchange.run_with_absent(collectives, "evaluation", parts, describe, list)
+        finally:
+            assert collectives.operations == ["all_gather"]
 
     for error in on_ranks(2, run):
+        assert isinstance(error, DifferentPartsError), error
+        assert [each.description for each in error.contributions] == ["values of rank 0", "values of rank 1"]
+
+
+def test_a_rank_names_its_own_values_if_the_store_of_the_descriptions_is_lost() -> None:
+    def run(collectives: ThreadCollectives) -> None:
+        key = f"key{collectives.rank()}"
+        exchange = PackedExchange("test", CPU, lambda: None)
+        exchange.start_deferred(collectives, "kind", ((key,), ("sum",), [torch.ones(())]), lambda: key)()
+        exchange.check_deferred(waits=True)
+
+    for rank, error in enumerate(on_ranks(2, run)):
         assert isinstance(error, DifferentPartsError)
-        assert [(each.ranks, each.description) for each in error.contributions] == [([0], None), ([1], None)]
+        own = [each.description for each in error.contributions]
+        assert own == (["key0", None] if rank == 0 else [None, "key1"])
+
+
+class Event:
+    """Stands for an event of a GPU, which may be incomplete."""
+
+    is_complete = False
+
+    def query(self) -> bool:
+        return self.is_complete
+
+    def synchronize(self) -> None:
+        self.is_complete = True
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_digests_are_compared_in_order_when_they_are_complete(waits: bool) -> None:
+    comparison = DeferredComparison(lambda: None)
+    equal, different = Event(), Event()
+    comparison._pending.append((equal, torch.tensor([7, 7]), 7))  # type: ignore[arg-type]
+    comparison._pending.append((different, torch.tensor([7, 8]), 7))  # type: ignore[arg-type]
+    if not waits:
+        comparison.check(waits=False)
+        equal.is_complete = True
+        comparison.check(waits=False)
+        assert len(comparison._pending) == 1
+        different.is_complete = True
+    with pytest.raises(DifferentPartsError) as raised:
+        comparison.check(waits=waits)
+    assert [[*each.ranks] for each in raised.value.contributions] == [[0], [1]]
+    assert different.is_complete
 
 
 def reduce_over(backend: str) -> Any:

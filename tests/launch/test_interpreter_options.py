@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext._system.interpreters import current_options_as_variables, python
 from tests.support.ranks import run_script
 from tests.support.ray_clusters import needs_ray
 
-# Lightning's combined loader uses a class that torch 2.13 deprecates.
-OPTIONS = ("-O", "-B", "-X", "faulthandler", "-W", "error", "-W", "ignore:`isinstance(treespec")
+# Lightning's combined loader uses a class that torch 2.13 deprecates. torch 2.5 removes a temporary directory at exit.
+WARNINGS = ["error", "ignore:`isinstance(treespec"]
+if RequirementCache("torch<2.6"):
+    WARNINGS.append("ignore:Implicitly cleaning up")
+OPTIONS = ("-O", "-B", "-X", "faulthandler", *(f"-W{warning}" for warning in WARNINGS))
 SCRIPT = """
 import json, sys, warnings
 from pathlib import Path
@@ -58,7 +62,7 @@ def test_ranks_have_the_options_of_the_main_process_and_do_not_warn(names: list[
             "ddp_ray_ext"
         ]  # in these processes, an environment variable sets the option
         assert [*options["flags"][:2], has_option] == [1, 1, True]
-        assert options["warnings"] == ["error", "ignore:`isinstance(treespec"]
+        assert options["warnings"] == WARNINGS
         assert not options["runs_assert"]
 
 

@@ -89,8 +89,8 @@ class ComparesLater(DDPStrategy):
     def __init__(self) -> None:
         super().__init__(process_group_backend="gloo")
 
-    def _prepare_logging(self, trainer: pl.Trainer) -> None:
-        super()._prepare_logging(trainer)
+    def _prepare_logging(self, trainer: pl.Trainer, backend: str | None = "") -> None:
+        super()._prepare_logging(trainer, backend)
         self._logged_values._find_store = lambda: self.prefix_store("logged_values", 0)
         self._logged_values.reset()
 

@@ -20,9 +20,13 @@ from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 
+from lightning_utilities.core.imports import RequirementCache
+
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_command
 
 PACKAGE = "lightning_strategies_ext"
+#: Lightning before 2.6 fails if mpi4py is installed but finds no MPI. pip's Open MPI belongs to this interpreter.
+_MPI = {} if RequirementCache("lightning>=2.6") else {"LD_LIBRARY_PATH": f"{sys.prefix}/lib"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Environment:
         self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S
     ) -> "subprocess.CompletedProcess[str]":
         """Runs the interpreter outside of the repository, so that only installed packages can be imported."""
-        own = {"PYTHONPATH": "", "COLUMNS": "400", **(env or {})}
+        own = {"PYTHONPATH": "", "COLUMNS": "400", **_MPI, **(env or {})}
         return run_command(
             self.python, *command, env=own, cwd=self.work_dir, stderr=subprocess.PIPE, timeout_s=timeout_s
         )
