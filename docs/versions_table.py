@@ -29,6 +29,8 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "docs" / "versions.json"
 PAGE = REPOSITORY / "docs" / "versions.md"
 DETAILS = REPOSITORY / "docs" / "version_tests.md"
+#: Files that determine what is installed.
+PACKAGE_FILES = ("lightning_strategies_ext", "pyproject.toml", "hatch_build.py")
 BEGIN, END = "<!-- written by docs/versions_table.py -->", "<!-- end of what is written -->"
 _LONGEST_REASON = 300
 
@@ -168,16 +170,18 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Returns the tested commit, and whether other files than the generated pages had uncommitted changes."""
+    """Returns the last commit that changed the package, and whether the package had uncommitted changes."""
     git = ("git", "-C", str(REPOSITORY))
-    pages = [f":(top,exclude)docs/{file.name}" for file in (RESULTS, PAGE, DETAILS)]
+    find_commit = [*git, "log", "-1", "--format=%h", "--", *PACKAGE_FILES]
+    find_changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", *PACKAGE_FILES]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *pages]
-        changed = subprocess.run(changes, capture_output=True, text=True, check=True).stdout
+        commit, changes = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (find_commit, find_changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip() + (" with changes" if changed else "")
+    return (commit or "unknown") + (" with changes" if changes else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
