@@ -18,7 +18,7 @@ from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.launch_info import LaunchInfo
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import LIMIT_S, run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +67,7 @@ def train_until_failure() -> None:
 def test_a_failing_rank_ends_the_others(launcher):
     started = time.monotonic()
     output, outcomes = try_horovod(launcher, train_until_failure)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < LIMIT_S / 2
     assert outcomes[1].name == "ValueError"
     assert "a bad sample" in output or "a bad sample" in outcomes[1].text
     assert outcomes.get(0) is None or outcomes[0].name != "NoneType"
