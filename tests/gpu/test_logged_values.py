@@ -82,18 +82,23 @@ def test_a_step_that_logs_does_not_make_the_host_wait(two_ranks: Ranks) -> None:
 
 
 class LogsOtherKey(MLP):
+    def on_train_start(self) -> None:
+        self.store = self.trainer.strategy.prefix_store("test", 0)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.log("b" if self.global_rank and batch_idx > 2 else "a", loss, sync_dist=True)
-        time.sleep(0.05)
+        time.sleep(0.05)  # a slow step, so that the GPU completes the exchange before the next step
         return loss
 
 
 def log_other_key(where: dict[str, Any]) -> str:
+    model, trainer = LogsOtherKey(), make_trainer("ddp_ext", max_epochs=1, **where)
     try:
-        make_trainer("ddp_ext", max_epochs=1, **where).fit(LogsOtherKey(), loader(128))
+        trainer.fit(model, loader(128))
     except Exception as error:
-        time.sleep(2)  # until the other rank has raised, too
+        model.store.set(f"raised {trainer.global_rank}", "")
+        model.store.wait([f"raised {rank}" for rank in range(2)])
         return str(error)
     return ""
 
