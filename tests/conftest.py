@@ -16,6 +16,7 @@ from tests.support import ranks, tiers, virtual_environments
 from tests.support.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
+from tests.support.tiers import pytest_runtest_setup as pytest_runtest_setup
 
 # Lightning's detection of MPI initializes MPI in each rank that creates a Trainer. This takes half a second, and leaves
 # a file in /dev/shm for each killed or forked rank. Before Lightning 2.6, the detection fails if mpi4py finds no MPI;

@@ -1,8 +1,10 @@
 """Tiers of tests: failures of tests that start processes or take too long, and the tests of the table."""
 
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,31 @@ def test_unmarked_processes_and_exceeded_time_limits_fail_a_test(tmp_path: Path)
     }, result.stdout
     assert "mark it with @pytest.mark.processes" in result.stdout
     assert "more than its time limit of 1 s" in result.stdout
+
+
+@pytest.mark.processes
+def test_tests_after_the_end_of_a_run_are_skipped_and_their_files_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"test_{name}.py").write_text("def test_first(): pass\n\ndef test_second(): pass\n")
+    hooks = "from tests.support.tiers import pytest_collection_modifyitems, pytest_runtest_setup\n"
+    (tmp_path / "conftest.py").write_text(hooks)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-rs", "-W", "ignore", str(tmp_path)]
+
+    def run(end_s: float) -> str:
+        environment = {**os.environ, "TESTS_END": str(end_s)}
+        options = {"cwd": REPOSITORY, "env": environment, "capture_output": True, "text": True, "timeout": 600}
+        return subprocess.run(command, **options, check=True).stdout
+
+    output = run(time.time() - 1)
+    assert "6 skipped" in output, output
+    for name in ("a", "b", "c"):
+        assert "[2] tests/support/tiers.py" in output
+        assert f"the time of this run was over before test_{name}.py" in output, output
+    # 6000000000 is in the year 2160. All tests run, in the order of their files, and another file is the first.
+    for end_s, files in ((6_000_000_000, "aabbcc"), (6_000_000_003, "bbccaa"), (6_000_000_005, "ccaabb")):
+        output = run(end_s)
+        assert "6 passed" in output, output
+        assert "".join(re.findall(r"test_(\w)\.py::", output)) == files, output
 
 
 def test_the_table_of_promises_names_tests_that_exist(request: pytest.FixtureRequest) -> None:

@@ -62,13 +62,15 @@ def test_needless_moves_of_logged_values_can_be_skipped_without_another_change()
 class RecordsExchanges:
     """An exchange with an identical result for all values of an epoch."""
 
+    device_type = "cpu"
+
     def __init__(self) -> None:
         self.pending: dict[str, Any] = {}
         self.is_in_flight, self.is_shadowed = False, None
         self.epochs: list[tuple[list[str], bool]] = []
         self.computed: list[tuple[str, type, str, bool]] = []
 
-    def finish(self) -> None:
+    def finish(self, *, waits_for_gpu: bool = False) -> None:
         self.is_in_flight = False
 
     def reduce_epoch(self, metrics: Any, *, is_final: bool) -> None:

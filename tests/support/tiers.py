@@ -6,15 +6,16 @@
     def test_two_ranks(): ...               # `make test-all`; `make test` if the table of tests/README.md names it
 
 The hooks mark the tests that represent a promise. They fail a test that starts a process without the marker, or that
-took longer than its time limit.
+took longer than its time limit. They skip the tests of a run that has no time left.
 """
 
+import os
 import re
 import sys
 from collections.abc import Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import perf_counter  # the function, because a test may replace that of the module
+from time import perf_counter, time  # the functions, because a test may replace those of the module
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ _test_without_processes: pytest.Item | None = None
 _started_s = pytest.StashKey[float]()
 #: Tests that pytest has collected, before it selects some by their markers.
 collected_tests = pytest.StashKey[list[pytest.Item]]()
+#: Time at which the run ends, in seconds since the epoch, if `.ci/run` has set it: a test that begins later is skipped.
+#: A machine that is several times slower than others could not finish, and would report nothing.
+_end_s = float(os.environ.get("TESTS_END", "inf"))
 _TABLE = Path(__file__).parents[1] / "README.md"
 
 
@@ -41,7 +45,14 @@ def represents(test: str, item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Adds the markers ``representative``, and ``processes`` to tests that pytest-forked runs in a process."""
+    """Adds the markers ``representative``, and ``processes`` to tests that pytest-forked runs in a process.
+
+    If the time of the run is limited, each run begins with a different file, and so leaves out different tests.
+    """
+    if _end_s < float("inf"):
+        start = int(_end_s) % len(items)
+        start = next(i for i in range(start, -1, -1) if i == 0 or items[i].path != items[i - 1].path)
+        items[:] = [*items[start:], *items[:start]]
     config.stash[collected_tests] = list(items)
     tests = representative_tests()
     for item in items:
@@ -87,6 +98,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         _test_without_processes = None
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test of a run that has no time left. Pytest reports such tests with their file."""
+    if time() > _end_s:
+        pytest.skip(f"the time of this run was over before {item.path.name}")
 
 
 @pytest.hookimpl(wrapper=True)
