@@ -105,7 +105,7 @@ def test_a_tiny_dev_shm_is_no_obstacle(tmp_path):
     command = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} {script}"
     environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=90
+        ["unshare", "--mount", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=300
     )
     assert "node 0" in result.stdout, result.stdout + result.stderr
 
