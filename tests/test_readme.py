@@ -222,7 +222,9 @@ def test_the_script_prints_what_is_written_with_both_strategies(
     (tmp_path / name).write_text(script.replace('"ddp_ext"', f'"{strategy}"'))
     done = Environment(wheel_install.python, tmp_path).run(name, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == output
+    # torch 2.8 prints a message on each rank, and the messages of two ranks may be mixed.
+    gloo = r"\[Gloo\] Rank \d+ ?| ?is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+\n"
+    assert re.sub(gloo, "", done.stdout) == output
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
