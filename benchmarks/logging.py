@@ -8,10 +8,10 @@
 Two CPU ranks, one torch thread each, the MLP of :mod:`benchmarks.step_time` with h=32. A step logs 0, 1, 5, or 20
 values, with ``sync_dist=True`` and without. An epoch ends with 40 synchronized keys, or with a MetricCollection of ten
 metrics of torchmetrics. The end of an epoch takes from the end of the last validation batch to the hooks at the end of
-the validation, in which the values of all ranks are available. The slowest rank of a round counts, and ratios and
-differences are computed within a round. "Added by 20 synchronized" is the additional time of 20 values with
-``sync_dist=True`` over 20 values without, for the lower quartile of the steps of each round: other processes delay a
-step over gloo by more than this time, so that the difference of two means is mostly chance.
+the validation, in which the values of all ranks are available. The slowest rank of a round counts, and ratios are
+computed within a round. "Added by 20 synchronized" is the additional time of 20 values with ``sync_dist=True``: a
+training logs them with and without it in turns, and the median of the differences between one step and the next counts,
+because trainings differ from each other by more than this time.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,8 +52,6 @@ NUM_EPOCH_KEYS = 40
 NUM_METRICS = 10
 MLP = Case(32)
 KEYS, METRICS = "40 keys", "10 metrics"
-#: Suffix of rows with the lower quartile of the steps of a training, not their mean.
-QUARTILE = ", lower quartile"
 _PORT = 29700
 _TIMEOUT_S = 1200
 
@@ -62,23 +61,28 @@ def step_label(number: int, is_synchronized: bool) -> str:
     return f"{number} values{', synchronized' if is_synchronized else ''}"
 
 
-class EachStepTimer(StepTimer):
-    """Times each step."""
+def added_label(number: int) -> str:
+    """Returns the row of the time that synchronization adds to a step."""
+    return f"added by {number} synchronized"
+
+
+class TurnsTimer(pl.Callback):
+    """Compares each step with an odd number with the step before it."""
 
     def __init__(self, length: Length) -> None:
-        super().__init__(length)
-        self.ends: list[float] = []
+        self.length = length
+        self.starts: list[float] = []
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Reads the clock from the last warm-up batch on."""
-        super().on_train_batch_end(*args)
-        if args[-1] >= self.length.warmup - 1:
-            self.ends.append(time.perf_counter())
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Reads the clock. Lightning may read the logged values of a step after all hooks of the step."""
+        self.starts.append(time.perf_counter())
 
     @property
-    def lower_quartile_ms(self) -> float:
-        """Milliseconds that a quarter of the steps take at most."""
-        return Spread.of([(end - start) * 1e3 for start, end in pairwise(self.ends)]).lower_quartile
+    def added_ms(self) -> float:
+        """Median of the additional milliseconds."""
+        ms = [(end - start) * 1e3 for start, end in pairwise(self.starts)]
+        first = self.length.warmup // 2 * 2
+        return median(odd - even for even, odd in zip(ms[first::2], ms[first + 1 :: 2], strict=False))
 
 
 class LogsInStep(Classifier):
@@ -95,6 +99,20 @@ class LogsInStep(Classifier):
         for name in self.names:
             self.log(name, loss, sync_dist=self.is_synchronized)
         return loss
+
+
+class LogsInTurns(LogsInStep):
+    """Synchronizes the values of each training step with an odd number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, is_synchronized=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Returns the loss."""
+        self.is_synchronized = batch_idx % 2 == 1
+        suffix = "_synchronized" if self.is_synchronized else ""  # a key has the same arguments in all steps
+        self.names = [f"value_{index}{suffix}" for index in range(len(self.names))]
+        return super().training_step(batch, batch_idx)
 
 
 class LogsInEpoch(Classifier):
@@ -136,9 +154,9 @@ class EpochEndTimer(pl.Callback):
         self.times_ms.append((time.perf_counter() - self.began_at) * 1e3)
 
     @property
-    def spread(self) -> Spread:
+    def median_ms(self) -> float:
         """Milliseconds per end of an epoch."""
-        return Spread.of(self.times_ms[self.NUM_WARMUP :])
+        return median(self.times_ms[self.NUM_WARMUP :])
 
 
 def make_trainer(strategy: str, callback: pl.Callback, **settings: Any) -> pl.Trainer:
@@ -161,45 +179,49 @@ def make_trainer(strategy: str, callback: pl.Callback, **settings: Any) -> pl.Tr
     )
 
 
-def time_steps(strategy: str, number: int, is_synchronized: bool, length: Length) -> tuple[float, float]:
-    """Returns milliseconds per training step: the mean and the lower quartile."""
-    timer = EachStepTimer(length)
+def time_steps(number: int, is_synchronized: bool, strategy: str, length: Length) -> float:
+    """Returns milliseconds per training step."""
+    timer = StepTimer(length)
     make_trainer(strategy, timer).fit(LogsInStep(number, is_synchronized), Batches(MLP, length))
-    return timer.ms_per_step, timer.lower_quartile_ms
+    return timer.ms_per_step
 
 
-def time_epoch_ends(strategy: str, content: str, length: Length) -> tuple[float, float]:
-    """Returns milliseconds per end of a validation, one after each training batch: the median and the quartile."""
+def time_added(number: int, strategy: str, length: Length) -> float:
+    """Returns the milliseconds that a training step takes longer if it synchronizes its values."""
+    timer = TurnsTimer(length)
+    make_trainer(strategy, timer).fit(LogsInTurns(number), Batches(MLP, length))
+    return timer.added_ms
+
+
+def time_epoch_ends(content: str, strategy: str, length: Length) -> float:
+    """Returns milliseconds per end of a validation, one after each training batch."""
     timer = EpochEndTimer()
     short = Length(timer.NUM_WARMUP, max(5, length.steps // 2))
     trainer = make_trainer(strategy, timer, val_check_interval=1, limit_val_batches=1)
     trainer.fit(LogsInEpoch(content), Batches(MLP, short), Batches(MLP, short))
-    return timer.spread.median, timer.spread.lower_quartile
+    return timer.median_ms
 
 
-def rows() -> dict[str, Callable[[str, Length], tuple[float, float]]]:
-    """Returns the rows of the table: label → function of the strategy and the length."""
+def rows() -> dict[str, Callable[[str, Length], float]]:
+    """Returns the rows of the first table: label → function of the strategy and the length."""
     steps = {
-        step_label(number, is_synchronized): partial(_time_steps_of, number, is_synchronized)
+        step_label(number, is_synchronized): partial(time_steps, number, is_synchronized)
         for number in NUMBERS
         for is_synchronized in ((False, True) if number else (False,))
     }
-    return {**steps, **{f"end of epoch, {content}": partial(_time_ends_of, content) for content in (KEYS, METRICS)}}
+    return {**steps, **{f"end of epoch, {content}": partial(time_epoch_ends, content) for content in (KEYS, METRICS)}}
 
 
-def _time_steps_of(number: int, is_synchronized: bool, strategy: str, length: Length) -> tuple[float, float]:
-    return time_steps(strategy, number, is_synchronized, length)
-
-
-def _time_ends_of(content: str, strategy: str, length: Length) -> tuple[float, float]:
-    return time_epoch_ends(strategy, content, length)
+def added_rows() -> dict[str, Callable[[str, Length], float]]:
+    """Returns the rows with additional times, as :func:`rows`."""
+    return {added_label(number): partial(time_added, number) for number in NUMBERS if number}
 
 
 def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = True) -> dict[str, dict[str, Any]]:
     """Measures all rows of all contenders, round by round. Runs on every rank.
 
     Returns:
-        Contender → row → milliseconds in each round. Each row has another one for the lower quartile.
+        Contender → row → milliseconds in each round.
     """
     silence_lightning()
     length = Length(warmup=8, steps=steps)
@@ -209,19 +231,12 @@ def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = T
             strategy, backend = CONTENDERS[name]
             if switches_groups:
                 join(backend)
-            for label in rotated([*rows()], round_index):
+            functions = rows() | added_rows()
+            for label in rotated([*functions], round_index):
                 gc.collect()
                 dist.barrier()
-                typical, quartile = rows()[label](strategy, length)
-                ms[name][label].append(typical)
-                ms[name][label + QUARTILE].append(quartile)
+                ms[name][label].append(functions[label](strategy, length))
     return ms
-
-
-def added(ms: dict[str, list[float]], number: int) -> list[float]:
-    """Returns the additional time of synchronizing a number of values, in each round."""
-    pairs = zip(ms[step_label(number, True) + QUARTILE], ms[step_label(number, False) + QUARTILE], strict=True)
-    return [synchronized - local for synchronized, local in pairs]
 
 
 def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
@@ -230,15 +245,11 @@ def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, An
     stock = ms[STOCK]
     return {
         "ms": {name: {label: vars(Spread.of(times)) for label, times in each.items()} for name, each in ms.items()},
-        "added_ms": {
-            name: {str(number): vars(Spread.of(added(each, number))) for number in NUMBERS if number}
-            for name, each in ms.items()
-        },
         "added_by_20_over_added_by_1": {
-            name: Spread.of(added(each, 20)).median / Spread.of(added(each, 1)).median for name, each in ms.items()
+            name: median(each[added_label(20)]) / median(each[added_label(1)]) for name, each in ms.items()
         },
         "times_stock": {
-            name: {label: vars(paired_ratio(stock[label], times)) for label, times in each.items()}
+            name: {label: vars(paired_ratio(stock[label], each[label])) for label in rows()}
             for name, each in ms.items()
             if name != STOCK
         },
@@ -249,10 +260,9 @@ def summarize(per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, An
 def present(title: str, summary: dict[str, Any]) -> None:
     """Prints the tables."""
     names = [*summary["ms"]]
-    table = [[label, *(Spread(**summary["ms"][name][label]).text(3) for name in names)] for label in rows()]
-    for number in (1, 5, 20):
-        texts = (Spread(**summary["added_ms"][name][str(number)]).text(3) for name in names)
-        table.append([f"added by {number} synchronized", *texts])
+    table = [
+        [label, *(Spread(**summary["ms"][name][label]).text(3) for name in names)] for label in rows() | added_rows()
+    ]
     table.append(
         ["added by 20 / added by 1", *(f"{summary['added_by_20_over_added_by_1'][name]:.2f}" for name in names)]
     )
