@@ -195,7 +195,7 @@ def test_one_of_two_ranks_of_a_host_is_killed():
     run = run_elastic(once(kill, rank=1, step=50), hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY)
     check_is_as_accurate_as_uninterrupted(run)
     assert run.worlds == [(3, 0), (1, 40)]
-    assert "This rank exits: its host was removed, or is blacklisted" in run.output
+    assert "This rank exits: its host was removed, or is blacklisted" in run.output, run.output
     assert "TooFewRanksError" not in run.output
     # On a busy machine the driver may take long to form a world. The rank then saves a checkpoint and logs it.
     assert bool(run.checkpoints) == ("This rank has waited" in run.output)
