@@ -81,38 +81,31 @@ class TurnsTimer(pl.Callback):
     def added_ms(self) -> float:
         """Median of the additional milliseconds."""
         ms = [(end - start) * 1e3 for start, end in pairwise(self.starts)]
-        first = self.length.warmup // 2 * 2
+        first = self.length.warmup + self.length.warmup % 2
         return median(odd - even for even, odd in zip(ms[first::2], ms[first + 1 :: 2], strict=False))
 
 
 class LogsInStep(Classifier):
-    """Logs a number of values in each training step."""
+    """Logs a number of values in each training step.
 
-    def __init__(self, number: int, is_synchronized: bool) -> None:
+    Args:
+        number: Number of values.
+        is_synchronized: Whether they are synchronized; None: in each step with an odd number.
+    """
+
+    def __init__(self, number: int, is_synchronized: bool | None) -> None:
         super().__init__(MLP)
-        self.names = [f"value_{index}" for index in range(number)]
         self.is_synchronized = is_synchronized
+        # Lightning requires the same arguments for a key in all steps.
+        self.names = {flag: [f"value_{index}_{flag}" for index in range(number)] for flag in (False, True)}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Returns the loss."""
         loss = super().training_step(batch, batch_idx)
-        for name in self.names:
-            self.log(name, loss, sync_dist=self.is_synchronized)
+        is_synchronized = batch_idx % 2 == 1 if self.is_synchronized is None else self.is_synchronized
+        for name in self.names[is_synchronized]:
+            self.log(name, loss, sync_dist=is_synchronized)
         return loss
-
-
-class LogsInTurns(LogsInStep):
-    """Synchronizes the values of each training step with an odd number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number, is_synchronized=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Returns the loss."""
-        self.is_synchronized = batch_idx % 2 == 1
-        suffix = "_synchronized" if self.is_synchronized else ""  # a key has the same arguments in all steps
-        self.names = [f"value_{index}{suffix}" for index in range(len(self.names))]
-        return super().training_step(batch, batch_idx)
 
 
 class LogsInEpoch(Classifier):
@@ -189,7 +182,7 @@ def time_steps(number: int, is_synchronized: bool, strategy: str, length: Length
 def time_added(number: int, strategy: str, length: Length) -> float:
     """Returns the milliseconds that a training step takes longer if it synchronizes its values."""
     timer = TurnsTimer(length)
-    make_trainer(strategy, timer).fit(LogsInTurns(number), Batches(MLP, length))
+    make_trainer(strategy, timer).fit(LogsInStep(number, None), Batches(MLP, length))
     return timer.added_ms
 
 
@@ -224,14 +217,13 @@ def measure(names: list[str], rounds: int, steps: int, switches_groups: bool = T
         Contender → row → milliseconds in each round.
     """
     silence_lightning()
-    length = Length(warmup=8, steps=steps)
+    length, functions = Length(warmup=8, steps=steps), rows() | added_rows()
     ms: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in names}
     for round_index in range(rounds):
         for name in rotated(names, round_index):
             strategy, backend = CONTENDERS[name]
             if switches_groups:
                 join(backend)
-            functions = rows() | added_rows()
             for label in rotated([*functions], round_index):
                 gc.collect()
                 dist.barrier()

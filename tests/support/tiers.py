@@ -28,7 +28,7 @@ _started_s = pytest.StashKey[float]()
 #: Tests that pytest has collected, before it selects some by their markers.
 collected_tests = pytest.StashKey[list[pytest.Item]]()
 #: Time at which the run ends, in seconds since the epoch, if `.ci/run` has set it: a test that begins later is skipped.
-#: A machine that is several times slower than others could not finish, and would report nothing.
+#: A slow machine could not finish otherwise, and would report nothing.
 _end_s = float(os.environ.get("TESTS_END", "inf"))
 _TABLE = Path(__file__).parents[1] / "README.md"
 
